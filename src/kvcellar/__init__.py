@@ -1,0 +1,62 @@
+"""llama.cpp's KV cache as a Python library: see it, edit it, fork it, save it.
+
+The names below are loaded at first use, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvcellar._version import __version__
+
+if TYPE_CHECKING:
+    from kvcellar.batch import Batch
+    from kvcellar.cache.attention import AttentionCache
+    from kvcellar.errors import KVCellarError
+    from kvcellar.runtime.context import Context
+    from kvcellar.runtime.demo import find_model
+    from kvcellar.runtime.model import Model
+    from kvcellar.runtime.sampler import SamplerOptions
+    from kvcellar.runtime.sequence import Sequence
+    from kvcellar.types import CacheSpec, KVType, LayerSpec
+
+__all__ = [
+    "AttentionCache",
+    "Batch",
+    "CacheSpec",
+    "Context",
+    "KVCellarError",
+    "KVType",
+    "LayerSpec",
+    "Model",
+    "SamplerOptions",
+    "Sequence",
+    "__version__",
+    "find_model",
+]
+
+_HOME = {
+    "AttentionCache": "kvcellar.cache.attention",
+    "Batch": "kvcellar.batch",
+    "CacheSpec": "kvcellar.types",
+    "Context": "kvcellar.runtime.context",
+    "KVCellarError": "kvcellar.errors",
+    "KVType": "kvcellar.types",
+    "LayerSpec": "kvcellar.types",
+    "Model": "kvcellar.runtime.model",
+    "SamplerOptions": "kvcellar.runtime.sampler",
+    "Sequence": "kvcellar.runtime.sequence",
+    "find_model": "kvcellar.runtime.demo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvcellar' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
