@@ -1,0 +1,138 @@
+"""Sets of cells, and what is remembered of a sequence between scans.
+
+A set is a slice where its cells are neighbours, which makes everything done with it cheap, and an
+array of distinct cell numbers where they are not. Ranges of positions are half open.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcellar.errors import OptionError
+from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array
+
+Cells: TypeAlias = "slice[int, int, None] | Int64Array"
+
+NO_CELLS: Cells = slice(0, 0)
+
+
+def cell_count(cells: Cells) -> int:
+    """How many cells the set holds."""
+    return cells.stop - cells.start if isinstance(cells, slice) else len(cells)
+
+
+def cell_numbers(cells: Cells) -> Int64Array:
+    """The set as an array."""
+    if isinstance(cells, slice):
+        return np.arange(cells.start, cells.stop, dtype=np.int64)
+    return cells
+
+
+def cell_bounds(cells: Cells) -> tuple[int, int]:
+    """The smallest cell and the one behind the largest; the set may not be empty."""
+    if isinstance(cells, slice):
+        return cells.start, cells.stop
+    return int(cells.min()), int(cells.max()) + 1
+
+
+def first_gap(cells: Cells) -> int:
+    """The smallest cell number that an ascending set lacks."""
+    if isinstance(cells, slice):
+        return cells.stop if cells.start == 0 else 0
+    gaps = np.flatnonzero(cells != np.arange(len(cells)))
+    return int(gaps[0]) if len(gaps) else len(cells)
+
+
+def cells_from_mask(mask: BoolArray, offset: int) -> Cells:
+    """The set of cells ``offset + i`` where the mask is true, ascending."""
+    n = int(np.count_nonzero(mask))
+    if n == 0:
+        return NO_CELLS
+    first = int(mask.argmax())
+    if mask[first : first + n].all():
+        return slice(offset + first, offset + first + n)
+    return np.flatnonzero(mask) + offset
+
+
+def cells_where(cells: Cells, mask: BoolArray) -> Cells:
+    """The cells of a set where the mask, one value a cell, is true."""
+    return cells_from_mask(mask, cells.start) if isinstance(cells, slice) else cells[mask]
+
+
+def as_cells(numbers: Int64Array) -> Cells:
+    """Cell numbers as a slice if they rise by one each, else as they are."""
+    first, n = int(numbers[0]), len(numbers)
+    if n == 1 or (int(numbers[-1]) - first == n - 1 and bool((np.diff(numbers) == 1).all())):
+        return slice(first, first + n)
+    return numbers
+
+
+def clamp_range(p0: int, p1: int) -> tuple[int, int]:
+    """A range of positions with its open (negative) bounds filled in."""
+    try:
+        p0, p1 = operator.index(p0), operator.index(p1)
+    except TypeError:
+        raise OptionError(f"range [{p0!r}, {p1!r}): positions must be integers") from None
+    return max(p0, 0), MAX_POSITION if p1 < 0 else min(p1, MAX_POSITION)
+
+
+def group_rows(rows: Int64Array, seq_ids: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """For each sequence among (row, sequence) pairs: its id, and its rows in their order."""
+    if len(seq_ids) == 1 or (seq_ids == seq_ids[0]).all():
+        yield int(seq_ids[0]), rows
+        return
+    order = np.argsort(seq_ids, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(seq_ids[order])) + 1, len(order))
+    start = 0
+    for end in ends.tolist():
+        yield int(seq_ids[order[start]]), rows[order[start:end]]
+        start = end
+
+
+@dataclass(slots=True)
+class Span:
+    """What is known of a sequence without a scan.
+
+    Its cells always lie within ``lo .. hi``. The other fields are exact while ``fresh``, and then
+    the bounds are as tight as can be.
+    """
+
+    lo: int = 0
+    hi: int = 0
+    fresh: bool = True
+    count: int = 0
+    pos_min: int = -1
+    pos_max: int = -1
+
+    @classmethod
+    def measure(cls, cells: Cells, positions: Int32Array) -> Span:
+        """The span of a sequence that owns exactly these cells."""
+        n = cell_count(cells)
+        if n == 0:
+            return cls()
+        at = positions[cells]
+        return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()))
+
+    def add(self, cells: Cells, positions: Int32Array) -> None:
+        """Take in cells that the sequence did not own before."""
+        new = Span.measure(cells, positions)
+        empty = self.hi == 0
+        self.lo = new.lo if empty else min(self.lo, new.lo)
+        self.hi = max(self.hi, new.hi)
+        self.count += new.count
+        self.pos_min = new.pos_min if self.pos_min < 0 else min(self.pos_min, new.pos_min)
+        self.pos_max = max(self.pos_max, new.pos_max)
+
+    def widen(self, lo: int, hi: int) -> None:
+        """Let the bounds enclose ``lo .. hi`` too; the rest is no longer known."""
+        self.lo, self.hi, self.fresh = min(self.lo, lo), max(self.hi, hi), False
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the sequence is known to own every cell within its bounds."""
+        return self.fresh and self.count == self.hi - self.lo

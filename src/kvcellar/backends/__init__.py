@@ -1,0 +1,1 @@
+"""Backends: where K and V bytes live and graphs are computed."""

@@ -1,0 +1,254 @@
+"""What a caller asks to decode: tokens or embeddings, where they stand, whose they are.
+
+A :class:`Batch` is built up and holds what the caller said. :meth:`Batch.resolve` checks it
+against what a cache holds and gives :class:`Rows`, plain arrays in which nothing is left open:
+
+* every sequence id is in range, and no token names one twice;
+* the positions of a sequence rise strictly, and start above what the sequence holds.
+
+Microbatches are cut from rows by the ``split_*`` functions of ``plan.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcellar.errors import BatchError, PositionError, SequenceIdError
+from kvcellar.types import (
+    MAX_POSITION,
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    OwnerBits,
+    owner_words,
+    pack_owners,
+)
+
+Logits: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[bool] | BoolArray"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch in which nothing is left open."""
+
+    tokens: Int32Array | None  # [n]
+    embeddings: Float32Array | None  # [n, n_embd]
+    positions: Int32Array  # [n]
+    owners: OwnerBits  # [n_words, n]
+    wanted: BoolArray  # [n], whose logits are wanted
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Tokens to decode; ``Batch.of(...)`` at once, or ``add`` one by one as in llama.cpp."""
+
+    _tokens: list[int] = field(default_factory=list)
+    _embeddings: list[Float32Array] = field(default_factory=list)
+    _positions: list[int | None] = field(default_factory=list)
+    _owners: list[tuple[int, ...]] = field(default_factory=list)
+    _wanted: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        seq_id: int | Sequence[int] = 0,
+        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        logits: Logits = "last",
+    ) -> Batch:
+        """Tokens of one sequence, or shared by several.
+
+        Args:
+            tokens: their ids.
+            seq_id: the sequence, or those that share every token.
+            positions: where they stand; None continues after what the sequence holds.
+            logits: which tokens' logits are wanted.
+
+        Raises:
+            BatchError: the arguments do not fit together.
+        """
+        batch = cls(_tokens=_integers("tokens", tokens))
+        batch._describe(len(batch._tokens), seq_id, positions, logits)
+        return batch
+
+    @classmethod
+    def of_embeddings(
+        cls,
+        embeddings: npt.ArrayLike,
+        seq_id: int | Sequence[int] = 0,
+        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        logits: Logits = "last",
+    ) -> Batch:
+        """Input embeddings ``[n, n_embd]`` in place of tokens; the rest as in :meth:`of`."""
+        array = np.asarray(embeddings, np.float32)
+        if array.ndim != 2:
+            raise BatchError(f"embeddings have shape {array.shape}; [n, n_embd] is needed")
+        finite = np.isfinite(array).all(axis=1)
+        if not finite.all():
+            raise BatchError(f"embedding {int(finite.argmin())} holds NaN or infinity")
+        batch = cls(_embeddings=list(array.copy()))
+        batch._describe(len(array), seq_id, positions, logits)
+        return batch
+
+    def _describe(
+        self,
+        n: int,
+        seq_id: int | Sequence[int],
+        positions: Sequence[int] | npt.NDArray[np.integer] | None,
+        logits: Logits,
+    ) -> None:
+        self._owners = [_owner_ids(seq_id)] * n
+        self._positions = [None] * n if positions is None else [*_integers("positions", positions)]
+        if len(self._positions) != n:
+            raise BatchError(f"{n} tokens but {len(self._positions)} positions")
+        self._wanted = _wanted(logits, n)
+
+    def add(
+        self,
+        token: int,
+        pos: int | None = None,
+        seq_ids: int | Sequence[int] = 0,
+        *,
+        logits: bool = False,
+    ) -> Batch:
+        """Append a token; returns the batch, so that calls can be chained."""
+        if self._embeddings:
+            raise BatchError("a token cannot be added to a batch of embeddings")
+        owners = _owner_ids(seq_ids)
+        place = None if pos is None else operator.index(pos)
+        self._tokens.append(operator.index(token))
+        self._positions.append(place)
+        self._owners.append(owners)
+        self._wanted.append(bool(logits))
+        return self
+
+    def clear(self) -> None:
+        """Forget every token, so that the batch can be filled anew."""
+        for part in (
+            self._tokens,
+            self._embeddings,
+            self._positions,
+            self._owners,
+            self._wanted,
+        ):
+            part.clear()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens (or embeddings) there are."""
+        return len(self._owners)
+
+    @property
+    def n_seqs(self) -> int:
+        """How many sequences own a token of the batch."""
+        return len({seq for owners in self._owners for seq in owners})
+
+    def check_model(self, n_vocab: int | None = None, n_embd: int | None = None) -> None:
+        """Raise BatchError if a token or an embedding does not fit the model."""
+        if n_vocab is not None and self._tokens and max(self._tokens) >= n_vocab:
+            raise BatchError(f"token {max(self._tokens)} is outside the vocabulary of {n_vocab}")
+        if n_embd is not None and self._embeddings and len(self._embeddings[0]) != n_embd:
+            raise BatchError(f"embeddings of {len(self._embeddings[0])} values, not {n_embd}")
+
+    def resolve(self, n_seq_max: int, held: Callable[[int], int]) -> Rows:
+        """Check the batch against a cache and fill in what was left open.
+
+        Args:
+            n_seq_max: ids must be below it.
+            held: the largest position that a sequence holds, -1 if none.
+
+        Raises:
+            BatchError: no tokens, or a negative one.
+            SequenceIdError: an id out of range.
+            PositionError: a position that repeats, goes back or is out of range.
+        """
+        n = len(self)
+        if n == 0:
+            raise BatchError("the batch is empty: add a token first")
+        if self._tokens and not 0 <= min(self._tokens) <= max(self._tokens) < 2**31:
+            bad = next(t for t in self._tokens if not 0 <= t < 2**31)
+            raise BatchError(f"token {bad}: ids are not negative and below 2**31")
+        rows = [row for row, owners in enumerate(self._owners) for _ in owners]
+        seq_ids = np.array([seq for owners in self._owners for seq in owners], np.int64)
+        if not 0 <= int(seq_ids.min()) <= int(seq_ids.max()) < n_seq_max:
+            bad = next(s for s in seq_ids.tolist() if not 0 <= s < n_seq_max)
+            raise SequenceIdError(f"seq_id {bad} is outside [0, {n_seq_max})")
+        positions = np.array(_filled(self._positions, self._owners, held), np.int32)
+        owners = pack_owners(np.array(rows, np.int64), seq_ids, n, owner_words(n_seq_max))
+        return Rows(
+            np.array(self._tokens, np.int32) if self._tokens else None,
+            np.stack(self._embeddings) if self._embeddings else None,
+            positions,
+            owners,
+            np.array(self._wanted, np.bool_),
+        )
+
+
+def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}")
+    return [int(value) for value in array.tolist()]
+
+
+def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
+    several = (seq_ids,) if isinstance(seq_ids, SupportsIndex) else seq_ids
+    ids = tuple(operator.index(seq) for seq in several)
+    if not ids:
+        raise BatchError("a token without an owner: give it at least one seq_id")
+    if len(set(ids)) != len(ids):
+        raise BatchError(f"a token names an owner twice: {list(ids)}")
+    return ids
+
+
+def _wanted(logits: Logits, n: int) -> list[bool]:
+    if isinstance(logits, str):
+        if logits not in ("last", "all", "none"):
+            raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
+        return [logits == "all" or (logits == "last" and i == n - 1) for i in range(n)]
+    mask = [bool(value) for value in logits]
+    if len(mask) != n:
+        raise BatchError(f"{n} tokens but a logits mask of {len(mask)}")
+    return mask
+
+
+def _filled(
+    positions: Sequence[int | None],
+    owners: Sequence[tuple[int, ...]],
+    held: Callable[[int], int],
+) -> list[int]:
+    """The positions, those left open filled in; raises unless each sequence's rise."""
+    last: dict[int, int] = {}
+    filled = []
+    for row, (wanted, seq_ids) in enumerate(zip(positions, owners, strict=True)):
+        before = [last[s] if s in last else held(s) for s in seq_ids]
+        end = before[0] if len(before) == 1 else max(before)
+        pos = end + 1 if wanted is None else wanted
+        if wanted is None and len(before) > 1 and min(before) != end:
+            raise PositionError(
+                f"token {row} is shared by sequences {list(seq_ids)}, which end at different "
+                f"positions {before}: say at which position it stands"
+            )
+        if not 0 <= pos < MAX_POSITION:
+            raise PositionError(f"token {row} stands at position {pos}, outside [0, 2**31 - 1)")
+        if pos <= end:
+            raise PositionError(
+                f"token {row} of sequence {seq_ids[before.index(end)]} stands at position {pos}, "
+                f"but the sequence already reaches {end}: positions must rise"
+            )
+        for seq in seq_ids:
+            last[seq] = pos
+        filled.append(pos)
+    return filled

@@ -1,0 +1,8 @@
+"""Caches: llama.cpp's verbs over a table of cells and a store of K and V rows."""
+
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache, Coupled, OnShared
+from kvcellar.cache.placement import Placement
+from kvcellar.cache.view import CacheView
+
+__all__ = ["AttentionCache", "Cache", "CacheView", "Coupled", "OnShared", "Placement"]

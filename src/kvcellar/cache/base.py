@@ -1,0 +1,86 @@
+"""What every cache offers: llama.cpp's verbs, placing batches, and a view.
+
+A failed call changes nothing (invariant 5). Ranges of positions are half open and a negative bound
+is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeAlias
+
+from kvcellar.batch import Batch
+from kvcellar.cache.placement import Placement
+from kvcellar.cache.view import CacheView
+from kvcellar.types import CacheSpec
+
+OnShared: TypeAlias = Literal["copy", "move"]
+"""What add and div do with a cell that others own too: give the sequence a copy, or move all."""
+
+Coupled: TypeAlias = Literal["same", "any"]
+"""Whether a token's owners must hold the same cells; "any" is for replaying what llama.cpp did."""
+
+
+class Cache(Protocol):
+    """The cache of one context."""
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The shape that the cache was made for."""
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved."""
+
+    @property
+    def used(self) -> int:
+        """How many cells have an owner."""
+
+    @property
+    def token_count(self) -> int:
+        """The sum of owners over cells: a shared cell counts once for each."""
+
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence, or every one (-1), from the range; False if the cache cannot."""
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let dst share what src holds in the range."""
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions in the range."""
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide positions in the range, truncating."""
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The smallest position held, -1 when the sequence is empty."""
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The largest position held, -1 when the sequence is empty."""
+
+    def clear(self, data: bool = True) -> None:
+        """Empty the cache; ``data`` says whether the buffers are zeroed too."""
+
+    def defrag(self, max_moves: int | None = None) -> None:
+        """Ask for compaction at the next update."""
+
+    def update(self) -> None:
+        """Apply what is pending: first rotate K, then compact."""
+
+    def place(
+        self,
+        batch: Batch,
+        n_ubatch: int,
+        *,
+        n_vocab: int | None = None,
+        coupled: Coupled = "same",
+    ) -> Placement:
+        """Take cells for every microbatch of a batch, or raise and take none."""
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The state of all cells as a value."""
+
+    def check(self) -> None:
+        """Prove the invariants by brute force."""

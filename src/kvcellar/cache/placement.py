@@ -1,0 +1,200 @@
+"""Where the tokens of a batch go, and what becomes of them.
+
+Cells are searched from ``head`` on: first n free neighbours, wrapping once past the end (a run
+itself never wraps), else n free cells in order. The search changes nothing.
+
+A :class:`Placement` holds the cells of a whole batch, taken before any of it is computed:
+``commit`` leaves head behind the last one; ``release`` frees exactly these cells and puts head
+back, so that a decode which fails or is interrupted, at whatever microbatch, changes nothing. What
+it wrote into them is wiped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from kvcellar.batch import Rows
+from kvcellar.cells import CellTable, padded_n_kv
+from kvcellar.errors import BatchError, CacheError, CacheFull
+from kvcellar.plan import MicroBatch, Plan, attention_mask
+from kvcellar.types import Float16Array, Int64Array, OwnerBits, unpack_owners
+
+_CHUNK = 2048
+
+
+def find_cells(table: CellTable, n: int) -> Int64Array:
+    """Free cells for n tokens, in the order in which the tokens take them.
+
+    Raises:
+        CacheFull: fewer than n cells are free.
+    """
+    if (free := table.size - table.used) < n:
+        raise CacheFull(n, free)
+    # Far behind everything that is used: better to look at the start again.
+    head = 0 if table.head > table.used + 2 * n else table.head
+    stop = table.size - n + 1
+    for lo, hi in ((head, stop), (0, min(head, stop))):
+        start = _find_run(table, lo, hi, n)
+        if start is not None:
+            return np.arange(start, start + n)
+    ahead = np.flatnonzero(table.positions[head:] < 0)[:n] + head
+    behind = np.flatnonzero(table.positions[:head] < 0)[: n - len(ahead)]
+    return np.concatenate((ahead, behind))
+
+
+def _find_run(table: CellTable, lo: int, hi: int, n: int) -> int | None:
+    """The first start in ``[lo, hi)`` of n free neighbours."""
+    top, chunk = table.cell_max(), _CHUNK
+    run = at = lo  # cells run .. at are known to be free
+    while run < hi:
+        if at - run >= n or at >= top:
+            return run
+        end = min(at + chunk, top)
+        busy = table.positions[at:end] >= 0
+        if n == 1:
+            first = int(busy.argmin())
+            run = end if busy[first] else at + first
+        else:
+            edges = np.flatnonzero(busy) + at
+            starts = np.concatenate(([run], edges + 1))
+            wide = np.flatnonzero(edges - starts[:-1] >= n)
+            run = int(starts[wide[0] if len(wide) else -1])
+        at, chunk = end, chunk * 4
+    return None
+
+
+def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
+    """Refuse tokens whose owners do not hold the same cells: their contexts would be mixed.
+
+    Raises:
+        BatchError: names such a token and its owners.
+    """
+    several = (row_owners & (row_owners - np.uint64(1))).any(axis=0)
+    several |= np.count_nonzero(row_owners, axis=0) > 1
+    if not several.any():
+        return
+    last_row = {row_owners[:, row].tobytes(): int(row) for row in np.flatnonzero(several)}
+    for row in last_row.values():
+        wanted = row_owners[:, [row]]
+        for held in (cell_owners, row_owners[:, :row]):
+            common = held & wanted
+            if (common.any(axis=0) & (common != wanted).any(axis=0)).any():
+                seq_ids = unpack_owners(wanted)[1].tolist()
+                raise BatchError(
+                    f"token {row} is shared by sequences {seq_ids}, which do not hold the same "
+                    "cells: give each its own token, or seq_cp one to the others first"
+                )
+
+
+class Placement:
+    """The cells of one batch, from ``place`` until ``commit`` or ``release``.
+
+    As a context manager it commits when every plan has been taken and the block ends without an
+    error, and releases otherwise::
+
+        with cache.place(batch, n_ubatch) as placement:
+            for plan in placement.plans():
+                run(plan)
+    """
+
+    def __init__(
+        self,
+        table: CellTable,
+        padding: int,
+        micros: Sequence[MicroBatch],
+        wipe: Callable[[Int64Array], None],
+    ) -> None:
+        self.micros = tuple(micros)
+        self.is_open = True
+        self._table = table
+        self._padding = padding
+        self._wipe = wipe
+        self._head = table.head
+        self._cells: list[Int64Array] = []
+        self._tops: list[int] = []  # cell_max as each microbatch sees it
+        self._taken = 0
+        try:
+            for micro in self.micros:
+                self._place(micro)
+        except BaseException:
+            self.release()
+            raise
+
+    def _place(self, micro: MicroBatch) -> None:
+        table, top = self._table, self._table.cell_max()
+        cells = find_cells(table, micro.n_tokens)
+        table.place(cells, micro.positions, micro.owners, micro.tokens)
+        table.head = (int(cells[-1]) + 1) % table.size
+        self._cells.append(cells)
+        self._tops.append(max(top, int(cells.max()) + 1))
+
+    @property
+    def cells(self) -> Int64Array:
+        """The cells of the batch's tokens, microbatch after microbatch."""
+        return np.concatenate(self._cells)
+
+    def plans(self, mask_buffer: Float16Array | None = None) -> Iterator[Plan]:
+        """The plan of each microbatch, made when it is asked for.
+
+        Args:
+            mask_buffer: where masks are built, ``[>= n_ubatch, >= n_kv]``; a plan's mask is then
+                good until the next plan is taken.
+        """
+        for i in range(self._taken, len(self.micros)):
+            self._require_open()
+            micro, table = self.micros[i], self._table
+            n_kv = padded_n_kv(self._tops[i], self._padding, table.size)
+            mask = attention_mask(
+                micro, table.positions[:n_kv], table.owners[:, :n_kv], mask_buffer
+            )
+            self._taken = i + 1
+            yield Plan(micro, self._cells[i], mask)
+
+    def commit(self) -> None:
+        """Keep the cells: everything has been computed."""
+        self._require_open()
+        self.is_open = False
+
+    def release(self) -> None:
+        """Free exactly the cells that were placed and put head back; a second time does nothing."""
+        if self.is_open:
+            self.is_open = False
+            for cells in self._cells:
+                self._table.release(cells)
+            self._table.head = self._head
+            if self._taken:
+                # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
+                self._wipe(np.concatenate(self._cells[: self._taken]))
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise CacheError("this placement has been committed or released already")
+
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None and self._taken == len(self.micros) and self.is_open:
+            self.commit()
+        else:
+            self.release()
+
+
+def micro_batch(rows: Rows, part: Int64Array) -> MicroBatch:
+    """The microbatch of these rows of a batch."""
+    return MicroBatch(
+        rows=part.astype(np.int32),
+        tokens=None if rows.tokens is None else rows.tokens[part],
+        embeddings=None if rows.embeddings is None else rows.embeddings[part],
+        positions=rows.positions[part],
+        owners=rows.owners[:, part],
+        outputs=np.flatnonzero(rows.wanted[part]).astype(np.int32),
+    )
