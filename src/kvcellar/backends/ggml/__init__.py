@@ -1,0 +1,1 @@
+"""The ggml backend: libggml through ctypes, GGUF files, graphs kept by shape."""

@@ -1,0 +1,56 @@
+"""Rows between f32 and how they are stored.
+
+ggml's own kernels make the K/V types; quantised rows lie under a Hadamard transform.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from kvcellar.backends.ggml.library import load
+from kvcellar.types import ByteArray, Float32Array, KVType
+
+
+def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
+    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
+    n, width = rows.shape
+    source = np.ascontiguousarray(rows, dtype=np.float32)
+    out = np.empty((n, kind.row_bytes(width)), dtype=np.uint8)
+    load().api.ggml_quantize_chunk(
+        kind.ggml_id, source.ctypes.data, out.ctypes.data, 0, n, width, None
+    )
+    return out
+
+
+def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
+    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
+    n, n_bytes = rows.shape
+    width = n_bytes // kind.block_bytes * kind.block_size
+    source = np.ascontiguousarray(rows)
+    if kind is KVType.F32:
+        return np.array(source.view(np.float32))
+    out = np.empty((n, width), dtype=np.float32)
+    traits = load().api.ggml_get_type_traits(kind.ggml_id).contents
+    traits.to_float(source.ctypes.data, out.ctypes.data, n * width)
+    return out
+
+
+@lru_cache(maxsize=8)
+def hadamard(size: int) -> Float32Array:
+    """The symmetric orthogonal Hadamard matrix of a power of two; it is its own inverse."""
+    matrix = np.ones((1, 1), dtype=np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix /= np.float32(size**0.5)
+    matrix.setflags(write=False)
+    return matrix
+
+
+def transform(rows: Float32Array, size: int) -> Float32Array:
+    """Rows with the transform applied to each run of ``size`` values; twice gives them back."""
+    if size == 0:
+        return rows
+    mixed: Float32Array = (rows.reshape(-1, size) @ hadamard(size)).reshape(rows.shape)
+    return mixed

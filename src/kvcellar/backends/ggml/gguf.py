@@ -1,0 +1,173 @@
+"""Reading GGUF files: metadata as plain values, tensors mapped into memory, never copied.
+
+ggml's own reader parses the header. What it does not check (that the tensor data lie within the
+file, that arrays are of a sane size) is checked here, since a damaged file must give an error.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from kvcellar.backends.ggml.binding import Ggml, GgufInitParams
+from kvcellar.backends.ggml.library import Library, load
+from kvcellar.backends.ggml.memory import array_at
+from kvcellar.errors import ModelFileError, UnsupportedModel
+
+_STRING, _ARRAY = 8, 9
+_DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
+    {
+        0: np.uint8,
+        1: np.int8,
+        2: np.uint16,
+        3: np.int16,
+        4: np.uint32,
+        5: np.int32,
+        6: np.float32,
+        7: np.bool_,
+        10: np.uint64,
+        11: np.int64,
+        12: np.float64,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file. ``shape`` is the NumPy way: rows first."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    type_name: str
+    offset: int  # from the start of the file
+    n_bytes: int
+
+
+class GgufFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        metadata: key to int, float, bool, str, list of str, or NumPy array.
+        tensors: name to place.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._map = _map_file(self.path)
+        try:
+            self._parse(load())
+        except BaseException:
+            self._map.close()
+            raise
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the file."""
+        return len(self._map)
+
+    def address(self) -> int:
+        """Address of the file's first byte in memory; valid as long as this object lives."""
+        return int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+
+    def _parse(self, library: Library) -> None:
+        api = library.api
+        params = GgufInitParams(no_alloc=True, ctx=None)
+        handle = api.gguf_init_from_buffer(self.address(), len(self._map), params)
+        if not handle:
+            reason = library.take_error() or "the header does not parse"
+            raise ModelFileError(f"{self.path} is not a usable GGUF file: {reason}")
+        try:
+            self.metadata = MappingProxyType(_read_metadata(api, handle))
+            self.tensors = MappingProxyType(_read_tensors(api, handle))
+        finally:
+            api.gguf_free(handle)
+        self._check_extent()
+
+    def _check_extent(self) -> None:
+        end = max((t.offset + t.n_bytes for t in self.tensors.values()), default=0)
+        if end > len(self._map):
+            raise ModelFileError(
+                f"{self.path} is truncated: its tensors end at byte {end}, the file at "
+                f"{len(self._map)}; download it again"
+            )
+
+
+def read_metadata(path: str | Path) -> Mapping[str, object]:
+    """The metadata of a GGUF file."""
+    return GgufFile(path).metadata
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+            if magic != b"GGUF":
+                raise ModelFileError(f"{path} is not a GGUF file: it begins with {magic!r}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"cannot open {path}: {reason}") from error
+
+
+def _read_metadata(api: Ggml, handle: int) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for i in range(api.gguf_get_n_kv(handle)):
+        key = api.gguf_get_key(handle, i).decode("utf-8", "replace")
+        values[key] = _read_value(api, handle, i)
+    return values
+
+
+def _read_value(api: Ggml, handle: int, i: int) -> object:
+    kind = api.gguf_get_kv_type(handle, i)
+    if kind == _ARRAY:
+        return _read_array(api, handle, i)
+    if kind == _STRING:
+        return api.gguf_get_val_str(handle, i).decode("utf-8", "replace")
+    value: object = array_at(api.gguf_get_val_data(handle, i), _DTYPES[kind], (1,))[0].item()
+    return value
+
+
+def _read_array(api: Ggml, handle: int, i: int) -> object:
+    kind = api.gguf_get_arr_type(handle, i)
+    n = api.gguf_get_arr_n(handle, i)
+    if kind == _STRING:
+        get = api.gguf_get_arr_str
+        return [get(handle, i, j).decode("utf-8", "replace") for j in range(n)]
+    if kind == _ARRAY:
+        raise UnsupportedModel(f"metadata key {i} is an array of arrays")
+    if n == 0:
+        return np.empty(0, dtype=_DTYPES[kind])
+    return array_at(api.gguf_get_arr_data(handle, i), _DTYPES[kind], (n,)).copy()
+
+
+def _read_tensors(api: Ggml, handle: int) -> dict[str, TensorInfo]:
+    start = api.gguf_get_data_offset(handle)
+    infos: dict[str, TensorInfo] = {}
+    for i in range(api.gguf_get_n_tensors(handle)):
+        name = api.gguf_get_tensor_name(handle, i).decode("utf-8", "replace")
+        ne = api.gguf_get_tensor_ne(handle, i)
+        kind = api.gguf_get_tensor_type(handle, i)
+        shape = tuple(int(ne[d]) for d in reversed(range(4)))
+        infos[name] = TensorInfo(
+            name=name,
+            shape=stored_shape(shape),
+            ggml_type=kind,
+            type_name=api.ggml_type_name(kind).decode(),
+            offset=start + api.gguf_get_tensor_offset(handle, i),
+            n_bytes=prod(shape) // api.ggml_blck_size(kind) * api.ggml_type_size(kind),
+        )  # ggml's own size may have wrapped around
+    return infos
+
+
+def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape as files give it: they do not tell ``(1, n)`` from ``(n,)``."""
+    first = next((i for i, n in enumerate(shape[:-1]) if n != 1), len(shape) - 1)
+    return shape[first:]

@@ -1,0 +1,158 @@
+"""Moving K rows to another position: out of the cache as f32, rotated, and back.
+
+The rotation is pure: YaRN's magnitude, which the key got when it was computed, is divided out, so
+that ten shifts of one are one shift of ten. Cells are taken in pieces to bound the memory.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import numpy as np
+
+from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.binding import (
+    HINT_HADAMARD,
+    ROPE_MODES,
+    TYPE_I32,
+    TYPE_I64,
+    InitParams,
+)
+from kvcellar.backends.ggml.constants import Constants
+from kvcellar.backends.ggml.memory import array_at
+from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.errors import AllocationError
+from kvcellar.types import AnyArray, CacheSpec, Int32Array, Int64Array, RopeSpec
+
+PIECE = 512
+_NODES_PER_LAYER = 12
+
+
+def rotate_rows(
+    backend: GgmlBackend,
+    spec: CacheSpec,
+    tensors: list[int],
+    cells: Int64Array,
+    shifts: Int32Array,
+) -> None:
+    """Rotate the K rows of cells by so many positions each, in every layer with RoPE.
+
+    Raises:
+        AllocationError: the work buffer cannot be had; nothing was rotated.
+    """
+    pieces = [slice(i, min(i + PIECE, len(cells))) for i in range(0, len(cells), PIECE)]
+    graph: RotationGraph | None = None
+    try:
+        for piece in pieces:
+            n = piece.stop - piece.start
+            if graph is None or graph.n != n:
+                if graph is not None:
+                    graph.close()
+                graph = RotationGraph(backend, spec, tensors, n)
+            graph.run(cells[piece], shifts[piece])
+    finally:
+        if graph is not None:
+            graph.close()
+
+
+def magnitude_inverse(rope: RopeSpec) -> float:
+    """What ``attn_factor`` must be for ggml to rotate without scaling."""
+    if rope.ext_factor == 0.0:
+        return 1.0
+    return 1.0 / (1.0 + 0.1 * log(1.0 / rope.freq_scale))
+
+
+class RotationGraph:
+    """Rotates n K rows of every layer; built once, run for as many pieces as there are."""
+
+    def __init__(self, backend: GgmlBackend, spec: CacheSpec, tensors: list[int], n: int) -> None:
+        self.n = n
+        self._backend = backend
+        self._api = backend.api
+        n_nodes = _NODES_PER_LAYER * (len(tensors) + 1)
+        size = 2 * n_nodes * self._api.ggml_tensor_overhead()
+        size += self._api.ggml_graph_overhead_custom(n_nodes, False)
+        self._context = self._api.ggml_init(InitParams(size, None, True))
+        kind = self._api.ggml_backend_cpu_buffer_type()
+        self._allocator = self._api.ggml_gallocr_new(kind)
+        self._constants = Constants(self._api)
+        self._cells = self._input(TYPE_I64, n)
+        self._rows = self._input(TYPE_I32, n)
+        self._shifts = self._input(TYPE_I32, n)
+        self._graph = self._api.ggml_new_graph_custom(self._context, n_nodes, False)
+        for i, tensor in enumerate(tensors):
+            self._add_layer(spec, i, tensor)
+        if not self._api.ggml_gallocr_alloc_graph(self._allocator, self._graph):
+            self.close()
+            raise AllocationError("rotating K rows", n * spec.layers[0].n_embd_k * 4)
+
+    def run(self, cells: Int64Array, shifts: Int32Array) -> None:
+        """Rotate the rows of n cells."""
+        if not self._shifted_anything:
+            return
+        _view(self._cells, (self.n,), np.int64)[:] = cells
+        _view(self._rows, (self.n,), np.int32)[:] = cells
+        _view(self._shifts, (self.n,), np.int32)[:] = shifts
+        self._backend.compute(self._graph)
+
+    def close(self) -> None:
+        """Free the graph."""
+        self._constants.close()
+        self._api.ggml_gallocr_free(self._allocator)
+        self._api.ggml_free(self._context)
+
+    @property
+    def _shifted_anything(self) -> bool:
+        return bool(self._api.ggml_graph_n_nodes(self._graph))
+
+    def _add_layer(self, spec: CacheSpec, i: int, tensor: int) -> None:
+        layer = spec.layers[i]
+        if layer.rope is None:
+            return
+        size, n_head, d = spec.hadamard_k(i), layer.n_head_kv, layer.head_dim_k
+        rows = self._node("ggml_get_rows", tensor, self._rows)
+        heads = self._mix(self._node("ggml_reshape_3d", rows, d, n_head, self.n), size)
+        turned = self._mix(self._rope(heads, layer.rope), size)
+        flat = self._node("ggml_reshape_2d", turned, d * n_head, self.n)
+        written = self._node("ggml_set_rows", tensor, flat, self._cells)
+        self._api.ggml_build_forward_expand(self._graph, written)
+
+    def _rope(self, x: int, rope: RopeSpec) -> int:
+        factors = None if rope.factors is None else self._constants.factors(rope.factors)
+        return self._node(
+            "ggml_rope_ext",
+            x,
+            self._shifts,
+            factors,
+            rope.n_rot,
+            ROPE_MODES[rope.mode],
+            rope.n_ctx_orig,
+            rope.freq_base,
+            rope.freq_scale,
+            rope.ext_factor,
+            magnitude_inverse(rope),
+            rope.beta_fast,
+            rope.beta_slow,
+        )
+
+    def _mix(self, x: int, size: int) -> int:
+        if size == 0:
+            return x
+        d, n_head, n = tensor_at(x).ne[:3]
+        runs = self._node("ggml_reshape_2d", x, size, d * n_head * n // size)
+        mixed = self._node("ggml_mul_mat", self._constants.hadamard(size), runs)
+        self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
+        return self._node("ggml_reshape_3d", mixed, d, n_head, n)
+
+    def _input(self, kind: int, n: int) -> int:
+        tensor = self._node("ggml_new_tensor_1d", kind, n)
+        self._api.ggml_set_input(tensor)
+        return tensor
+
+    def _node(self, function: str, *args: object) -> int:
+        node: int = getattr(self._api, function)(self._context, *args)
+        return node
+
+
+def _view(tensor: int, shape: tuple[int, ...], dtype: type[np.generic]) -> AnyArray:
+    return array_at(tensor_at(tensor).data, dtype, shape)

@@ -1,0 +1,33 @@
+"""What every architecture provides: its shape, and a forward pass written in ``Ops``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvcellar.backends.base import Ops
+from kvcellar.types import LayerSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The numbers that caches and callers need of a model."""
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_ctx_train: int
+    layers: tuple[LayerSpec, ...]
+
+
+class Architecture(Protocol[T]):
+    """A model whose weights are loaded."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Its shape."""
+
+    def forward(self, ops: Ops[T]) -> T:
+        """Logits ``[n_outputs, n_vocab]`` of the plan that ops carries; K and V are written."""

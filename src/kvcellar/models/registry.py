@@ -1,0 +1,32 @@
+"""Which architectures run, and where they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TypeVar, cast
+
+from kvcellar.backends.base import Weights
+from kvcellar.errors import UnsupportedModel
+from kvcellar.models.base import Architecture
+from kvcellar.models.hparams import HyperParams
+
+T = TypeVar("T")
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "kvcellar.models.llama:Llama"})
+"""``general.architecture`` to ``module:class``; modules are imported when needed."""
+
+
+def load_architecture(metadata: Mapping[str, object], weights: Weights[T]) -> Architecture[T]:
+    """The model that a file describes.
+
+    Raises:
+        UnsupportedModel: we have no such architecture, or the file needs more than we have.
+    """
+    arch = HyperParams(metadata).arch
+    if arch not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(f"architecture {arch!r} is not supported; known are {known}")
+    module, _, name = ARCHITECTURES[arch].partition(":")
+    return cast("Architecture[T]", getattr(import_module(module), name)(metadata, weights))
