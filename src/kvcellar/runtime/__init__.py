@@ -1,0 +1,1 @@
+"""Models, contexts and sequences that run, and what turns text into tokens and back."""

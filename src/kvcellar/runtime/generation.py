@@ -1,0 +1,88 @@
+"""The loop that turns logits into text: sample, detokenise, look for a stop, go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcellar.errors import OptionError
+from kvcellar.runtime.options import check_range
+from kvcellar.runtime.sampler import Sampler, SamplerOptions
+from kvcellar.runtime.stopping import StopMatcher
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.sequence import Sequence
+
+FinishReason = Literal["length", "stop_token", "stop_string"]
+"""Why a generation ended."""
+
+
+class Generation:
+    """One run of text generated onto a sequence; iterate it once.
+
+    Options are checked when it is made, before anything is computed.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        max_tokens: int | None,
+        stop: str | Iterable[str],
+        options: SamplerOptions | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        self._sequence = sequence
+        self._limit = (
+            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31)
+        )
+        self._matcher = StopMatcher([stop] if isinstance(stop, str) else list(stop))
+        self._sampler = Sampler(merge_options(options, sampling))
+        self._tokenizer = sequence.context.model.tokenizer
+        self._history = sequence.tokens
+        sequence.finish_reason = None
+
+    def __iter__(self) -> Iterator[str]:
+        """The text, in pieces of whole characters."""
+        detokenizer = self._tokenizer.detokenizer(continuing=True)
+        for token in self._tokens():
+            text, stopped = self._matcher.push(detokenizer.push(token))
+            if text:
+                yield text
+            if stopped:
+                self._sequence.finish_reason = "stop_string"
+                return
+        text, stopped = self._matcher.push(detokenizer.finish())
+        if stopped:
+            self._sequence.finish_reason = "stop_string"
+        rest = text if stopped else text + self._matcher.finish()
+        if rest:
+            yield rest
+
+    def _tokens(self) -> Iterator[int]:
+        sequence, stops = self._sequence, self._tokenizer.stop_ids
+        n_generated = 0
+        while self._limit is None or n_generated < self._limit:
+            token = self._sampler.sample(sequence.logits, self._history)
+            if token in stops:
+                sequence.finish_reason = "stop_token"
+                return
+            sequence.push(token)
+            self._history.append(token)
+            n_generated += 1
+            yield token
+        sequence.finish_reason = "length"
+
+
+def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:
+    """The options with single fields replaced; greedy is the default.
+
+    Raises:
+        OptionError: no such option.
+    """
+    base = SamplerOptions(temperature=0.0) if options is None else options
+    known = [field.name for field in fields(SamplerOptions)]
+    for name in sampling:
+        if name not in known:
+            raise OptionError(f"unknown sampling option {name!r}: known are {', '.join(known)}")
+    return replace(base, **sampling)

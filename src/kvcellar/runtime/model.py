@@ -1,0 +1,122 @@
+"""A GGUF model: its weights mapped into memory, its tokenizer, and the contexts made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.errors import ClosedError
+from kvcellar.models.base import ModelSpec
+from kvcellar.models.registry import load_architecture
+from kvcellar.runtime.chat_template import ChatTemplate
+from kvcellar.runtime.context import Context
+from kvcellar.runtime.options import ContextOptions
+from kvcellar.runtime.tokenizer import Tokenizer
+from kvcellar.types import KVType
+
+
+class Model:
+    """A loaded model. Weights are mapped from the file, so loading costs little.
+
+    Args:
+        path: a GGUF file.
+        n_threads: how many threads compute; all available processors when None.
+
+    Raises:
+        ModelFileError: the file is missing, truncated, damaged or not GGUF.
+        UnsupportedModel: it needs an architecture, tensor type or setting that we lack.
+        LibraryError: libggml cannot be used.
+        OptionError: ``n_threads`` is outside its range.
+    """
+
+    def __init__(self, path: str | Path, *, n_threads: int | None = None) -> None:
+        file = GgufFile(path)
+        self.path = file.path
+        self.metadata: Mapping[str, object] = file.metadata
+        self._weights = GgmlWeights(file)
+        self.backend = GgmlBackend(n_threads)
+        self.architecture = load_architecture(file.metadata, self._weights)
+        self.weight_bytes = sum(info.n_bytes for info in file.tensors.values())
+        self._contexts: list[Context] = []
+        self._closed = False
+
+    @classmethod
+    def from_gguf(cls, path: str | Path, *, n_threads: int | None = None) -> Model:
+        """Load a GGUF file; see the class for arguments and errors."""
+        return cls(path, n_threads=n_threads)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Architecture, sizes and layers."""
+        return self.architecture.spec
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The file's tokenizer, built at first use.
+
+        Raises:
+            TokenizerError: its vocabulary cannot be built.
+        """
+        return Tokenizer.from_metadata(self.metadata)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The file's chat template.
+
+        Raises:
+            TemplateError: the file has none.
+        """
+        return ChatTemplate.from_metadata(self.metadata, self.tokenizer)
+
+    def context(
+        self,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 8,
+        n_ubatch: int = 512,
+        type_k: str | KVType = KVType.F16,
+        type_v: str | KVType = KVType.F16,
+        flash_attn: bool | None = None,
+    ) -> Context:
+        """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
+
+        Raises:
+            OptionError: an argument outside its range, or a type that does not fit the heads.
+            AllocationError: the K/V buffer cannot be had.
+        """
+        if self._closed:
+            raise ClosedError(f"the model {self.path.name} is closed")
+        options = ContextOptions(n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn)
+        context = Context(self, options)
+        self._contexts.append(context)
+        return context
+
+    def close(self) -> None:
+        """Close all contexts, stop the threads and unmap the file; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._contexts:
+            self._contexts.pop().close()
+        self.backend.close()
+        self._weights.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"<Model {self.path.name}: {spec.arch}, {len(spec.layers)} layers>"

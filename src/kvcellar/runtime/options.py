@@ -1,0 +1,72 @@
+"""The options of a context, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from kvcellar.errors import OptionError
+from kvcellar.models.base import ModelSpec
+from kvcellar.types import CacheSpec, KVType
+
+MAX_CELLS = 2**31 - 1
+MAX_SEQUENCES = 4096
+DEFAULT_CELLS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    """What :meth:`Model.context` takes, under llama.cpp's names.
+
+    Attributes:
+        n_ctx: cells of the cache, shared by all sequences; None: what the model was trained for,
+            at most 4096.
+        n_seq_max: how many sequences there may be.
+        n_ubatch: how many tokens are computed at once.
+        type_k: storage type of K, a GGUF name.
+        type_v: storage type of V, a GGUF name.
+        flash_attn: how attention runs over f16, bf16 or f32 V. True: V is kept a row a cell, which
+            suits several sequences in one pool. False: V lies across, which suits one sequence.
+            None: False for one sequence with such a V, else True.
+    """
+
+    n_ctx: int | None = None
+    n_seq_max: int = 8
+    n_ubatch: int = 512
+    type_k: str | KVType = KVType.F16
+    type_v: str | KVType = KVType.F16
+    flash_attn: bool | None = None
+
+    def cache_spec(self, model: ModelSpec) -> CacheSpec:
+        """The cache that these options ask for.
+
+        Raises:
+            OptionError: one is outside its range; the message names it.
+        """
+        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
+        check_range("n_ubatch", self.n_ubatch, 1, MAX_CELLS)
+        type_v = KVType.parse(self.type_v)
+        across = self.n_seq_max == 1 and not type_v.is_quantized
+        return CacheSpec(
+            size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
+            n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
+            layers=model.layers,
+            type_k=KVType.parse(self.type_k),
+            type_v=type_v,
+            flash_attn=not across if self.flash_attn is None else self.flash_attn,
+        )
+
+
+def check_range(name: str, value: int, low: int, high: int) -> int:
+    """The value as an int in ``[low, high]``.
+
+    Raises:
+        OptionError: it is not a whole number, or outside the range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise OptionError(f"{name}={value!r}: must be a whole number") from None
+    if isinstance(value, bool) or not low <= number <= high:
+        raise OptionError(f"{name}={value!r}: must be in [{low}, {high}]")
+    return number

@@ -1,0 +1,113 @@
+"""SmolLM2-135M against figures recorded from llama.cpp, within the recorded tolerances."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar.runtime.context import Context
+from kvcellar.runtime.model import Model
+from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def golden(shared: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((shared / "golden" / "smollm2-135m.json").read_text())
+    return data
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> Iterator[Model]:
+    with Model.from_gguf(smollm2_path) as loaded:
+        yield loaded
+
+
+@pytest.fixture(params=[True, False], ids=["flash", "products"])
+def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
+    with model.context(n_ctx=512, n_seq_max=4, flash_attn=request.param) as made:
+        yield made
+
+
+def scenario(golden: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(s for s in golden["scenarios"] if s["name"] == name)
+
+
+def assert_close(logits: np.ndarray, best: dict[str, Any], loose: bool = False) -> None:
+    errors = logprob_errors(logits, best)
+    assert len(errors) > 0
+    assert errors.max() < (0.5 if loose else 0.35)
+    assert errors.mean() < (0.2 if loose else 0.12)
+
+
+def greedy(context: Context, prompt: list[int], n: int) -> list[int]:
+    sequence = context.sequence(prompt)
+    sequence.generate(n)
+    return sequence.tokens[len(prompt) :]
+
+
+def test_greedy_goes_on_as_recorded(golden: dict[str, Any], context: Context) -> None:
+    case = scenario(golden, "greedy")
+    with context.sequence(case["prompt"]) as sequence:
+        assert_close(sequence.logits, case["last"])
+    n = certain_prefix(case["margin"])
+    # The first margin is a near tie; where it is not ours too, nothing could be compared.
+    if case["margin"][0] < 0.3 and context.sequence(case["prompt"]).logits.argmax() == (
+        case["continuation"][0]
+    ):
+        n = 1 + certain_prefix(case["margin"][1:])
+    assert greedy(context, case["prompt"], n) == case["continuation"][:n]
+
+
+def test_forks_part_where_they_differ(golden: dict[str, Any], context: Context) -> None:
+    case = scenario(golden, "fork")
+    parent = context.sequence(case["prompt"])
+    children = {name: parent.fork().append([case["next"][name]]) for name in case["next"]}
+    assert context.cache.used == len(case["prompt"]) + len(children)
+    for name, child in children.items():
+        assert_close(child.logits, case["last"][name])
+
+
+def test_rollback_forgets_the_wrong_turn(golden: dict[str, Any], context: Context) -> None:
+    case = scenario(golden, "rollback")
+    sequence = context.sequence(case["prompt"])
+    sequence.append(case["wrong_turn"]).trim(len(case["wrong_turn"])).append([case["then"]])
+    assert_close(sequence.logits, case["last"])
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_context_shift_loses_nothing_else(
+    golden: dict[str, Any], model: Model, kind: str
+) -> None:
+    case = next(
+        s
+        for s in golden["scenarios"]
+        if s["name"] == "context_shift" and s["type_k"] == kind
+    )
+    keep, discard = case["keep"], case["discard"]
+    with model.context(n_ctx=512, n_seq_max=1, type_k=kind, type_v=kind) as context:
+        sequence = context.sequence(case["prompt"])
+        context.cache.seq_rm(0, keep, keep + discard)
+        context.cache.seq_add(0, keep + discard, -1, -discard)
+        sequence.append([case["then"]])
+        assert_close(sequence.logits, case["last"], loose=kind != "f16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("text", ["alice", "whale"])
+def test_texts_are_as_likely_as_recorded(
+    golden: dict[str, Any], model: Model, shared: Path, text: str, kind: str
+) -> None:
+    case = next(c for c in golden["nll"] if c["text"] == text and c["type_k"] == kind)
+    tokens = model.tokenizer.encode((shared / "texts" / f"{text}.txt").read_text())
+    assert len(tokens) == case["n_tokens"]
+    with model.context(n_ctx=512, n_seq_max=1, type_k=kind, type_v=kind) as context:
+        got = mean_nll(context, tokens)
+    assert got == pytest.approx(case["mean_nll"], rel=0.015 if kind == "q4_0" else 0.005)
