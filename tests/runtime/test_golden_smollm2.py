@@ -58,8 +58,9 @@ def test_greedy_goes_on_as_recorded(golden: dict[str, Any], context: Context) ->
         assert_close(sequence.logits, case["last"])
     n = certain_prefix(case["margin"])
     # The first margin is a near tie; where it is not ours too, nothing could be compared.
-    if case["margin"][0] < 0.3 and context.sequence(case["prompt"]).logits.argmax() == (
-        case["continuation"][0]
+    if (
+        case["margin"][0] < 0.3
+        and context.sequence(case["prompt"]).logits.argmax() == (case["continuation"][0])
     ):
         n = 1 + certain_prefix(case["margin"][1:])
     assert greedy(context, case["prompt"], n) == case["continuation"][:n]
@@ -82,13 +83,9 @@ def test_rollback_forgets_the_wrong_turn(golden: dict[str, Any], context: Contex
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-def test_context_shift_loses_nothing_else(
-    golden: dict[str, Any], model: Model, kind: str
-) -> None:
+def test_context_shift_loses_nothing_else(golden: dict[str, Any], model: Model, kind: str) -> None:
     case = next(
-        s
-        for s in golden["scenarios"]
-        if s["name"] == "context_shift" and s["type_k"] == kind
+        s for s in golden["scenarios"] if s["name"] == "context_shift" and s["type_k"] == kind
     )
     keep, discard = case["keep"], case["discard"]
     with model.context(n_ctx=512, n_seq_max=1, type_k=kind, type_v=kind) as context:

@@ -180,6 +180,7 @@ class AttentionCache:
         n_ubatch: int,
         *,
         n_vocab: int | None = None,
+        n_embd: int | None = None,
         coupled: Coupled = "same",
     ) -> Placement:
         """Take cells for every microbatch of a batch, or raise and take none.
@@ -188,6 +189,7 @@ class AttentionCache:
             batch: what is to be decoded.
             n_ubatch: how many tokens are computed at once.
             n_vocab: token ids must be below it.
+            n_embd: input embeddings must have so many values.
             coupled: "same" refuses a token whose owners do not hold the same cells.
 
         Raises:
@@ -196,7 +198,7 @@ class AttentionCache:
         """
         self._require_idle()
         table = self.table
-        batch.check_model(n_vocab)
+        batch.check_model(n_vocab, n_embd)
         rows = batch.resolve(table.n_seq_max, table.seq_pos_max)
         parts = split_simple(len(rows), n_ubatch)
         if coupled == "same":

@@ -75,6 +75,7 @@ class Cache(Protocol):
         n_ubatch: int,
         *,
         n_vocab: int | None = None,
+        n_embd: int | None = None,
         coupled: Coupled = "same",
     ) -> Placement:
         """Take cells for every microbatch of a batch, or raise and take none."""

@@ -147,20 +147,26 @@ class Context:
         start = perf_counter()
         pieces: list[Float32Array] = []
         in_graphs = 0.0
-        n_vocab = self.model.spec.n_vocab
-        with self.cache.place(batch, self._n_ubatch, n_vocab=n_vocab) as placement:
+        spec = self.model.spec
+        with self.cache.place(
+            batch, self._n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
+        ) as placement:
             for plan in placement.plans():
                 before = perf_counter()
                 logits = self._executor.run(plan)
                 in_graphs += perf_counter() - before
-                pieces.append(_checked_copy(logits))
+                if len(logits):
+                    pieces.append(_checked_copy(logits))
         seconds = perf_counter() - start
         self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)
 
 
 def _checked_copy(logits: Float32Array) -> Float32Array:
     """A copy that outlives the graph's buffer; NaN or infinity never leaves."""
     if not np.isfinite(logits).all():
         raise ComputeError("the logits are not finite: the weights or K/V rows are damaged")
-    return logits.copy()
+    copy: Float32Array = logits.copy()
+    return copy

@@ -93,8 +93,8 @@ class Sequence:
         self._check_open()
         child = self.context.sequence()
         self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
-        child._pending = list(self._pending)
-        child._logits = self._logits
+        child._pending = list(self._pending)  # noqa: SLF001  (of the same class)
+        child._logits = self._logits  # noqa: SLF001
         return child
 
     def trim(self, n_tokens: int) -> Sequence:

@@ -51,7 +51,9 @@ class Library:
 
     def __init__(self, paths: list[Path], origin: str) -> None:
         self.origin = origin
-        self.api = Ggml(_open(paths, origin))
+        libraries = _open(paths, origin)
+        _check_unmixed(libraries)
+        self.api = Ggml(libraries)
         self.version = self._check()
         self._relay = _LogRelay()
         self.api.ggml_log_set(self._relay.callback, None)
@@ -81,6 +83,21 @@ class Library:
                 "use the build of libggml-python"
             )
         return version
+
+
+def _check_unmixed(libraries: list[ctypes.CDLL]) -> None:
+    """Refuse a libggml whose parts were bound to another one's.
+
+    The loader knows a library by its name alone, so one that is already in the process (that of
+    llama-cpp-python, say) takes the place of ours wherever ours is needed.
+    """
+    found = [getattr(library, "ggml_version", None) for library in libraries]
+    addresses = {ctypes.cast(f, ctypes.c_void_p).value for f in found if f is not None}
+    if len(addresses) > 1:
+        raise LibraryError(
+            "another libggml is loaded in this process already, perhaps by llama_cpp: "
+            "use kvcellar in a process of its own"
+        )
 
 
 def _is_supported(version: str) -> bool:
@@ -136,6 +153,6 @@ def _library_file(folder: Path, stem: str) -> Path | None:
 
 def _open(paths: list[Path], origin: str) -> list[ctypes.CDLL]:
     try:
-        return [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths]
+        return [ctypes.CDLL(str(path)) for path in paths]
     except OSError as error:
         raise LibraryError(f"cannot load libggml from {origin}: {error}") from error

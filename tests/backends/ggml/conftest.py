@@ -1,0 +1,20 @@
+"""Fixtures of the ggml backend's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvcellar.testing.tiny_llama import TinyLlama
+from tests.backends.helpers import Rig
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """A llama of two layers."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    path.write_bytes(TinyLlama().to_bytes())
+    made = Rig(path)
+    yield made
+    made.close()

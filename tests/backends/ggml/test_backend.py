@@ -1,0 +1,56 @@
+"""Threads and computing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcellar.backends.ggml.backend import MAX_THREADS, GgmlBackend, default_threads
+from kvcellar.backends.ggml.binding import ABORTED
+from kvcellar.errors import ClosedError, ComputeError, OptionError
+from kvcellar.testing.plans import causal_plan
+from tests.backends.helpers import Rig
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, MAX_THREADS + 1])
+def test_thread_counts_out_of_range_are_refused(n_threads: int) -> None:
+    with pytest.raises(OptionError, match=rf"n_threads={n_threads}: must be in \[1, 512\]"):
+        GgmlBackend(n_threads)
+
+
+def test_by_default_all_processors_are_used() -> None:
+    backend = GgmlBackend()
+    assert backend.n_threads == default_threads() >= 1
+    backend.close()
+
+
+def test_closing_twice_is_fine_and_computing_afterwards_is_not() -> None:
+    backend = GgmlBackend(1)
+    backend.close()
+    backend.close()
+    with pytest.raises(ClosedError, match="closed"):
+        backend.compute(0)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(ABORTED, "was aborted"), (-1, "failed with status -1")]
+)
+def test_a_status_other_than_success_is_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, status: int, message: str
+) -> None:
+    _, executor = rig.executor()
+    monkeypatch.setattr(rig.backend.api, "ggml_backend_graph_compute", lambda *_: status)
+    with pytest.raises(ComputeError, match=message):
+        executor.run(causal_plan([1]))
+    monkeypatch.undo()
+    assert np.isfinite(executor.run(causal_plan([1]))).all()
+
+
+def test_logits_do_not_depend_on_the_number_of_threads(rig: Rig) -> None:
+    _, executor = rig.executor()
+    expected = executor.run(causal_plan([1, 2, 3])).copy()
+    for n_threads in (1, 3):
+        other = Rig(rig.file.path, n_threads)
+        got = other.executor()[1].run(causal_plan([1, 2, 3]))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        other.close()

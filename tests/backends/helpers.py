@@ -1,0 +1,53 @@
+"""A model loaded by hand, with stores and executors over it, for tests that need no cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.graph import GgmlExecutor
+from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.models.registry import load_architecture
+from kvcellar.types import CacheSpec
+
+
+class Rig:
+    """A GGUF file that is ready to decode."""
+
+    def __init__(self, path: Path, n_threads: int = 2) -> None:
+        self.backend = GgmlBackend(n_threads)
+        self.file = GgufFile(path)
+        self.weights = GgmlWeights(self.file)
+        self.model = load_architecture(self.file.metadata, self.weights)
+        self._open: list[GgmlStore | GgmlExecutor] = []
+
+    def spec(self, size: int = 512, **options: Any) -> CacheSpec:
+        """The shape of a cache for the model."""
+        return CacheSpec(size, 4, self.model.spec.layers, **options)
+
+    def executor(self, size: int = 512, **options: Any) -> tuple[GgmlStore, GgmlExecutor]:
+        """A new store and what computes over it."""
+        store = GgmlStore(self.spec(size, **options))
+        executor = GgmlExecutor(self.backend, store, self.model.forward)
+        self._open += [store, executor]
+        return store, executor
+
+    def close(self) -> None:
+        """Free all of it."""
+        for opened in reversed(self._open):
+            opened.close()
+        self.weights.close()
+        self.backend.close()
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter with these environment variables added."""
+    env = {**os.environ, **environment}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)

@@ -1,0 +1,128 @@
+"""Invariant 8: logits depend neither on where cells lie nor on what others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcellar.batch import Batch
+from kvcellar.runtime.context import Context
+from kvcellar.runtime.model import Model
+from kvcellar.testing.golden import nmse
+from kvcellar.types import Float32Array
+
+PROMPT = [7, 99, 3, 64, 12, 12, 40, 1, 77, 5, 23, 118]
+ROUNDING = 1e-6
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> Iterator[Model]:
+    with Model.from_gguf(shared / "models" / "llama-dense.gguf", n_threads=2) as loaded:
+        yield loaded
+
+
+@pytest.fixture(params=["flash", "products", "q8_0"])
+def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
+    kind = "q8_0" if request.param == "q8_0" else "f16"
+    flash_attn = request.param != "products"
+    with model.context(
+        n_ctx=64, n_seq_max=4, type_k=kind, type_v=kind, flash_attn=flash_attn
+    ) as made:
+        yield made
+
+
+def alone(context: Context) -> Float32Array:
+    """Logits of every token of the prompt, in one batch, in an empty cache."""
+    context.cache.clear()
+    logits = context.decode(Batch.of(PROMPT, logits="all"))
+    context.cache.clear()
+    return logits
+
+
+def scatter(context: Context) -> None:
+    """Leave free cells that are no neighbours: every second of most, and a few at the end."""
+    context.decode(Batch.of([1] * 60, seq_id=3))
+    for position in range(0, 60, 2):
+        context.cache.seq_rm(3, position, position + 1)
+
+
+def test_token_by_token_equals_one_batch(context: Context) -> None:
+    expected = alone(context)
+    rows = [context.decode(Batch.of([token]))[0] for token in PROMPT]
+    assert nmse(rows, expected) < ROUNDING
+
+
+def test_small_microbatches_equal_one_batch(model: Model) -> None:
+    with (
+        model.context(n_ctx=64, n_ubatch=512) as whole,
+        model.context(n_ctx=64, n_ubatch=5) as pieces,
+    ):
+        assert nmse(pieces.decode(Batch.of(PROMPT, logits="all")), alone(whole)) < ROUNDING
+
+
+def test_scattered_cells_equal_neighbouring_ones(context: Context) -> None:
+    expected = alone(context)
+    scatter(context)
+    with context.cache.place(Batch.of(PROMPT, logits="all"), 512) as placement:
+        assert not np.all(np.diff(placement.cells) == 1)
+    got = context.decode(Batch.of(PROMPT, logits="all"))
+    assert nmse(got, expected) < ROUNDING
+
+
+def test_the_same_cells_give_the_very_same_logits(context: Context) -> None:
+    assert np.array_equal(alone(context), alone(context))
+
+
+def test_what_others_hold_changes_nothing(context: Context) -> None:
+    """Same cells, same shapes: other sequences are masked away to the last bit."""
+    context.cache.clear()
+    context.decode(Batch.of([5] * 20, seq_id=1))
+    expected = context.decode(Batch.of(PROMPT, logits="all"))
+    context.cache.clear()
+    context.decode(Batch.of(list(range(100, 120)), seq_id=1))
+    assert np.array_equal(context.decode(Batch.of(PROMPT, logits="all")), expected)
+
+
+def test_beside_another_sequence_in_one_batch(context: Context) -> None:
+    expected = alone(context)
+    batch = Batch()
+    for i, token in enumerate(PROMPT):
+        batch.add(token, seq_ids=0, logits=True)
+        batch.add(100 - i, seq_ids=1, logits=True)
+    assert nmse(context.decode(batch)[::2], expected) < ROUNDING
+
+
+def test_a_shared_prefix_counts_like_ones_own(context: Context) -> None:
+    expected = alone(context)
+    context.decode(Batch.of(PROMPT[:6], seq_id=1))
+    context.cache.seq_cp(1, 0)
+    context.decode(Batch.of([9, 9, 9], seq_id=1))
+    assert nmse(context.decode(Batch.of(PROMPT[6:], logits="all")), expected[6:]) < ROUNDING
+
+
+def test_compaction_keeps_the_logits(context: Context) -> None:
+    context.decode(Batch.of([1] * 10, seq_id=3))
+    context.decode(Batch.of(PROMPT[:-1]))
+    context.cache.seq_cp(0, 1)
+    expected = context.decode(Batch.of(PROMPT[-1:], seq_id=1))
+    context.cache.seq_rm(1)
+    context.cache.seq_rm(3)
+    context.cache.defrag()
+    context.cache.update()
+    assert context.cache.cell_max() == len(PROMPT) - 1
+    assert nmse(context.decode(Batch.of(PROMPT[-1:])), expected) < ROUNDING
+
+
+def test_embeddings_of_tokens_equal_the_tokens(context: Context, model: Model) -> None:
+    from kvcellar.backends.ggml.gguf import GgufFile
+    from kvcellar.backends.ggml.memory import array_at
+
+    file = GgufFile(model.path)
+    info = file.tensors["token_embd.weight"]
+    table = array_at(file.address() + info.offset, "f4", info.shape)
+    expected = alone(context)
+    got = context.decode(Batch.of_embeddings(table[PROMPT], logits="all"))
+    assert np.array_equal(got, expected)

@@ -1,0 +1,194 @@
+"""Sequences: append, fork, trim, generate, close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcellar.errors import BatchError, CacheFull, ClosedError, OptionError, TokenizerError
+from kvcellar.runtime.context import Context
+from kvcellar.runtime.model import Model
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> Iterator[Model]:
+    with Model.from_gguf(smollm2_path) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def context(model: Model) -> Iterator[Context]:
+    with model.context(n_ctx=128, n_seq_max=4) as made:
+        yield made
+
+
+pytestmark = pytest.mark.model
+
+
+def test_a_fork_copies_nothing_and_goes_its_own_way(context: Context) -> None:
+    parent = context.sequence("Once upon a time")
+    used = context.cache.used
+    child = parent.fork()
+    assert context.cache.used == used
+    assert context.cache.token_count == 2 * used
+    assert np.array_equal(child.logits, parent.logits)
+    assert child.generate(8) == parent.generate(8)
+    child.append(" in Spain")
+    assert child.tokens[: len(parent)] == parent.tokens
+    assert parent.text != child.text
+    context.cache.check()
+
+
+def test_closing_frees_only_what_is_not_shared(context: Context) -> None:
+    parent = context.sequence("Once upon a time")
+    shared = context.cache.used
+    child = parent.fork().append(" there was")
+    parent.close()
+    assert context.cache.used == len(child)
+    child.close()
+    child.close()
+    assert context.cache.used == 0 < shared
+    with pytest.raises(ClosedError):
+        child.generate(1)
+
+
+def test_a_sequence_may_be_used_as_a_block(context: Context) -> None:
+    with context.sequence("Hello") as sequence:
+        assert len(sequence) > 0
+    assert sequence.is_closed
+    assert context.cache.used == 0
+
+
+def test_trim_takes_back_and_the_rest_goes_on_as_before(context: Context) -> None:
+    sequence = context.sequence("The first letters are A, B, C")
+    expected = sequence.fork().generate(6)
+    n = len(sequence)
+    sequence.append(" and nobody knows why").trim(len(sequence) - n)
+    assert len(sequence) == n
+    assert sequence.generate(6) == expected
+
+
+def test_trim_reaches_tokens_not_yet_computed(context: Context) -> None:
+    sequence = context.sequence("Once upon a time")
+    n = len(sequence)
+    sequence.generate(3)
+    assert context.cache.seq_pos_max(sequence.seq_id) == n + 1  # the third waits
+    tokens = sequence.tokens
+    sequence.trim(1)
+    assert sequence.tokens == tokens[:-1]
+    sequence.trim(2)
+    assert sequence.tokens == tokens[:n]
+
+
+@pytest.mark.parametrize("n", [-1, 99])
+def test_trim_out_of_range_is_refused(context: Context, n: int) -> None:
+    sequence = context.sequence("Hello")
+    with pytest.raises(OptionError, match=str(n)):
+        sequence.trim(n)
+    assert sequence.text == "Hello"
+
+
+def test_trimmed_to_nothing_it_is_empty(context: Context) -> None:
+    sequence = context.sequence("Hello")
+    sequence.trim(len(sequence))
+    assert len(sequence) == 0
+    with pytest.raises(OptionError, match="append a prompt"):
+        sequence.generate(1)
+
+
+def test_streamed_pieces_make_the_generated_text(context: Context) -> None:
+    sequence = context.sequence("Once upon a time")
+    twin = sequence.fork()
+    pieces = list(sequence.stream(12))
+    assert len(pieces) > 6
+    assert "".join(pieces) == twin.generate(12)
+    assert sequence.finish_reason == "length"
+    assert len(sequence) == len(twin)
+
+
+def test_stopping_to_listen_loses_no_token(context: Context) -> None:
+    sequence = context.sequence("Once upon a time")
+    expected = sequence.fork().generate(6)
+    stream = sequence.stream(6)
+    first = next(stream)
+    del stream
+    assert sequence.text == "Once upon a time" + first
+    assert first + sequence.generate(5) == expected
+
+
+def test_a_stop_string_is_cut_from_the_text(context: Context) -> None:
+    sequence = context.sequence("Once upon a time")
+    text = sequence.fork().generate(20)
+    stop = text[10:16]
+    assert sequence.generate(20, stop=stop) == text[: text.index(stop)]
+    assert sequence.finish_reason == "stop_string"
+
+
+def test_a_stop_token_ends_an_answer(context: Context, model: Model) -> None:
+    prompt = model.chat_template.render([{"role": "user", "content": "Say hi."}])
+    sequence = context.sequence(model.tokenizer.encode(prompt, parse_special=True))
+    answer = sequence.generate(60)
+    assert sequence.finish_reason == "stop_token"
+    assert "<|im_end|>" not in answer
+    assert sequence.tokens[-1] not in model.tokenizer.stop_ids
+
+
+def test_a_seed_repeats_and_greedy_is_the_default(context: Context) -> None:
+    sequence = context.sequence("My favourite colour is")
+    runs = [sequence.fork() for _ in range(2)]
+    a, b = (run.generate(12, temperature=1.5, seed=3) for run in runs)
+    assert a == b
+    runs[0].close()
+    assert sequence.fork().generate(12, temperature=0.0) == sequence.generate(12)
+
+
+def test_a_full_cache_keeps_what_was_generated(model: Model) -> None:
+    with model.context(n_ctx=16, n_seq_max=1) as context:
+        sequence = context.sequence("Once upon a time")
+        pieces = []
+        with pytest.raises(CacheFull):
+            pieces.extend(_collect(sequence.stream(), pieces))
+        assert context.cache.used == 16
+        assert sequence.text == "Once upon a time" + "".join(pieces)
+
+
+def _collect(stream: Iterator[str], pieces: list[str]) -> list[str]:
+    for piece in stream:
+        pieces.append(piece)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"max_tokens": -1}, "max_tokens=-1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_q": 1}, "top_q"),
+        ({"stop": ""}, "stop"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_computed(
+    context: Context, arguments: dict[str, object], named: str
+) -> None:
+    sequence = context.sequence("Hello")
+    n_decodes = context.timings.n_decodes
+    with pytest.raises(OptionError, match=named):
+        sequence.generate(**arguments)  # type: ignore[arg-type]
+    assert context.timings.n_decodes == n_decodes
+
+
+def test_an_empty_prompt_is_refused(context: Context) -> None:
+    with pytest.raises(BatchError, match="empty"):
+        context.sequence("")
+    assert context.sequences == ()
+
+
+def test_text_for_a_model_without_a_tokenizer_is_refused(shared: Path) -> None:
+    path = shared / "models" / "llama-dense.gguf"
+    with Model.from_gguf(path, n_threads=1) as tiny, tiny.context(n_ctx=32) as context:
+        with pytest.raises(TokenizerError, match="token ids"):
+            context.sequence("Hello")
+        assert len(context.sequence([1, 2, 3])) == 3

@@ -1,0 +1,141 @@
+"""docs/architecture.md holds: who may import whom, what importing costs, how long files are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PACKAGE = "kvcellar"
+MAX_LINES = 300
+ABOVE = "the rows above"
+LAZY = ("tokenizers", "jinja2", "rich", "typer", "hypothesis", "ctypes", "libggml")
+
+
+class Row(NamedTuple):
+    """A row of the import table; names are relative to the package."""
+
+    modules: tuple[str, ...]
+    allowed: tuple[str, ...]
+    outside: tuple[str, ...]
+
+
+def _codes(cell: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`([^`]+)`", cell))
+
+
+def _table() -> list[Row]:
+    """The import table as docs/architecture.md gives it."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    section = text.split("## Import table", 1)[1].split("\n## ", 1)[0]
+    rows: list[Row] = []
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if len(cells) == 3 and _codes(cells[0]):
+            above = tuple(name for row in rows for name in row.modules)
+            allowed = (above if ABOVE in cells[1] else ()) + _codes(cells[1])
+            rows.append(Row(_codes(cells[0]), allowed, _codes(cells[2])))
+    return rows
+
+
+def _row_of(module: str, names: tuple[str, ...]) -> str | None:
+    """The longest of the names that is the module or a package around it."""
+    fitting = [name for name in names if module == name or module.startswith(f"{name}.")]
+    return max(fitting, key=len, default=None)
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts = parts[:-1]
+        found[".".join(parts[1:])] = path
+    return found
+
+
+def _imports(path: Path) -> set[str]:
+    """Full names that a file imports anywhere: in functions and for type checkers too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            module = node.module or ""
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return names
+
+
+TABLE = _table()
+MODULES = _modules()
+ALL_NAMES = tuple(name for row in TABLE for name in row.modules)
+ROW_OF = {name: row for row in TABLE for name in row.modules}
+
+
+def test_the_table_was_found() -> None:
+    assert len(TABLE) > 5
+    assert len(set(ALL_NAMES)) == len(ALL_NAMES)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_every_name_in_the_table_exists(name: str) -> None:
+    assert any(_row_of(module, (name,)) for module in MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_import_only_what_their_row_allows(module: str) -> None:
+    home = _row_of(module, ALL_NAMES)
+    assert home is not None, f"{module} belongs to no row of docs/architecture.md"
+    row = ROW_OF[home]
+    for name in _imports(MODULES[module]):
+        top, _, inner = name.partition(".")
+        if top == PACKAGE:
+            target = _row_of(inner, ALL_NAMES) or "__init__"  # a public name of the package
+            assert target in row.modules + row.allowed, f"{module} may not import {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in row.outside, f"{module} may not import {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_are_short_and_say_what_they_are(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert text.count("\n") <= MAX_LINES
+    if module != "_version":
+        assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = f"""
+import sys
+before = set(sys.modules)
+import {PACKAGE}
+dir({PACKAGE})
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not set(result.stdout.split()) & {*LAZY, "numpy"}
+
+
+def test_public_names_resolve_and_need_no_tokenizer_until_used() -> None:
+    code = f"""
+import sys
+import {PACKAGE} as kv
+for name in kv.__all__:
+    getattr(kv, name)
+print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
+maps = "/proc/self/maps"
+import os
+print("ggml" if os.path.exists(maps) and "libggml" in open(maps).read() else "")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not set(result.stdout.split()) & {"tokenizers", "jinja2", "rich", "typer", "ggml"}
