@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, SupportsIndex, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -204,7 +204,7 @@ def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> lis
 
 
 def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
-    several = (seq_ids,) if isinstance(seq_ids, SupportsIndex) else seq_ids
+    several = (seq_ids,) if isinstance(seq_ids, int | np.integer) else seq_ids
     ids = tuple(operator.index(seq) for seq in several)
     if not ids:
         raise BatchError("a token without an owner: give it at least one seq_id")

@@ -21,7 +21,7 @@ from kvcellar.errors import (
 )
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.types import KVType
+from kvcellar.types import AnyArray, KVType
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,16 @@ def state(context: Context) -> tuple[bytes, ...]:
     """Everything that a failed operation must not change."""
     table = context.cache.table
     cells = np.arange(context.spec.size)
-    rows = [context.cache.store.read_raw(i, part, cells) for i in range(2) for part in ("k", "v")]
-    arrays = (table.positions, table.owners, table.tokens, table.pending, *rows)
+    rows: list[AnyArray] = [
+        context.cache.store.read_raw(i, part, cells) for i in range(2) for part in ("k", "v")
+    ]
+    arrays: tuple[AnyArray, ...] = (
+        table.positions,
+        table.owners,
+        table.tokens,
+        table.pending,
+        *rows,
+    )
     return (*(a.tobytes() for a in arrays), str(table.head).encode())
 
 
