@@ -1,13 +1,15 @@
 """What a backend provides: a store of K and V bytes, and the operations models are written in.
 
-The cache sees only :class:`KVStore`, model files only :class:`Ops`; neither knows a framework.
+The cache sees only :class:`KVStore`, model files only :class:`Ops`, the runtime only
+:class:`ModelFile`; none of them knows a framework.
 Rows are those of cells: K of a cell is ``n_embd_k`` values (heads side by side), V ``n_embd_v``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
 from kvcellar.plan import Plan
@@ -65,6 +67,13 @@ class KVStore(Protocol):
 
     def zero(self) -> None:
         """Set every byte to zero."""
+
+    def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
+        """Have so many cells: the rows of cells src lie at dst, bit for bit, all others are zero.
+
+        Raises:
+            AllocationError: the new buffers cannot be had; the store is as it was.
+        """
 
     def close(self) -> None:
         """Give the buffers back; the store is of no use afterwards."""
@@ -179,3 +188,34 @@ class Executor(Protocol):
 
 Forward = Callable[[Ops[T]], T]
 """A model's forward pass: from the plan that the ops carry to logits."""
+
+
+class ModelFile(Protocol[T]):
+    """A GGUF file opened by a backend: what it says, and what computes with it."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """Key to int, float, bool, str, list of str, or NumPy array."""
+
+    @property
+    def weights(self) -> Weights[T]:
+        """Its tensors."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its tensors."""
+
+    def open_cache(self, spec: CacheSpec, forward: Forward[T]) -> tuple[KVStore, Executor]:
+        """A store of that shape and what runs a forward pass over it; the caller closes both.
+
+        Raises:
+            OptionError: types that do not fit the shape.
+            AllocationError: the buffers cannot be had; nothing is left behind.
+        """
+
+    def close(self) -> None:
+        """Give the file back; stores and executors are closed before. Twice is fine."""

@@ -7,17 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.base import Executor, KVStore
 from kvcellar.errors import ClosedError
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
+from kvcellar.runtime.backends import open_model_file
 from kvcellar.runtime.chat_template import ChatTemplate
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.tokenizer import Tokenizer
-from kvcellar.types import KVType
+from kvcellar.types import CacheSpec, KVType
 
 
 class Model:
@@ -26,29 +25,40 @@ class Model:
     Args:
         path: a GGUF file.
         n_threads: how many threads compute; all available processors when None.
+        backend: "ggml", or "numpy", which is slow and obvious and needs ``kvcellar[numpy]``.
+
+    Attributes:
+        backend: the backend's name.
 
     Raises:
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
         UnsupportedModel: it needs an architecture, tensor type or setting that we lack.
-        LibraryError: libggml cannot be used.
-        OptionError: ``n_threads`` is outside its range.
+        LibraryError: the backend's library cannot be used.
+        OptionError: ``n_threads`` is outside its range, or no such backend.
     """
 
-    def __init__(self, path: str | Path, *, n_threads: int | None = None) -> None:
-        file = GgufFile(path)
-        self.path = file.path
-        self.metadata: Mapping[str, object] = file.metadata
-        self._weights = GgmlWeights(file)
-        self.backend = GgmlBackend(n_threads)
-        self.architecture = load_architecture(file.metadata, self._weights)
-        self.weight_bytes = sum(info.n_bytes for info in file.tensors.values())
+    def __init__(
+        self, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+    ) -> None:
+        self._file = open_model_file(path, backend, n_threads)
+        self.path = self._file.path
+        self.metadata: Mapping[str, object] = self._file.metadata
+        self.backend = backend
+        try:
+            self.architecture = load_architecture(self.metadata, self._file.weights)
+        except BaseException:
+            self._file.close()
+            raise
+        self.weight_bytes = self._file.weight_bytes
         self._contexts: list[Context] = []
         self._closed = False
 
     @classmethod
-    def from_gguf(cls, path: str | Path, *, n_threads: int | None = None) -> Model:
+    def from_gguf(
+        cls, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+    ) -> Model:
         """Load a GGUF file; see the class for arguments and errors."""
-        return cls(path, n_threads=n_threads)
+        return cls(path, n_threads=n_threads, backend=backend)
 
     @property
     def spec(self) -> ModelSpec:
@@ -82,6 +92,7 @@ class Model:
         type_k: str | KVType = KVType.F16,
         type_v: str | KVType = KVType.F16,
         flash_attn: bool | None = None,
+        defrag_threshold: float | None = None,
     ) -> Context:
         """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
 
@@ -91,10 +102,21 @@ class Model:
         """
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
-        options = ContextOptions(n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn)
+        options = ContextOptions(
+            n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn, defrag_threshold
+        )
         context = Context(self, options)
         self._contexts.append(context)
         return context
+
+    def open_cache(self, spec: CacheSpec) -> tuple[KVStore, Executor]:
+        """K and V of that shape and what computes over them; contexts are made of these.
+
+        Raises:
+            OptionError: a type that does not fit the heads.
+            AllocationError: the K/V buffer cannot be had.
+        """
+        return self._file.open_cache(spec, self.architecture.forward)
 
     def close(self) -> None:
         """Close all contexts, stop the threads and unmap the file; closing twice is fine."""
@@ -103,8 +125,7 @@ class Model:
         self._closed = True
         while self._contexts:
             self._contexts.pop().close()
-        self.backend.close()
-        self._weights.close()
+        self._file.close()
 
     def __enter__(self) -> Model:
         return self

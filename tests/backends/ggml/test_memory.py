@@ -1,15 +1,12 @@
-"""How much may still be allocated."""
+"""Views of C memory."""
 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from kvcellar.backends.ggml import memory
-from kvcellar.errors import AllocationError
 
 
 def test_a_view_writes_through() -> None:
@@ -23,48 +20,3 @@ def test_a_view_writes_through() -> None:
 def test_an_empty_view() -> None:
     raw = (ctypes.c_float * 1)()
     assert memory.array_at(ctypes.addressof(raw), "f4", (0, 3)).shape == (0, 3)
-
-
-def test_what_fits_is_allowed() -> None:
-    memory.check_available("a test", 1)
-
-
-def test_what_does_not_fit_is_named_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2**20)
-    memory.check_available("a test", 2**20)
-    with pytest.raises(AllocationError, match=r"cannot allocate 2\.0 MiB for a test") as caught:
-        memory.check_available("a test", 2**21)
-    assert caught.value.buffer == "a test"
-    assert caught.value.n_bytes == 2**21
-
-
-def test_a_system_that_does_not_say_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: None)
-    memory.check_available("a test", 2**60)
-
-
-def test_the_smaller_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_meminfo_available", lambda: 5)
-    monkeypatch.setattr(memory, "_cgroup_available", lambda: 3)
-    assert memory.available_bytes() == 3
-    monkeypatch.setattr(memory, "_cgroup_available", lambda: None)
-    assert memory.available_bytes() == 5
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "left"),
-    [("1000", "400", 607), ("1000", "1200", 0), ("max", "5", None), ("what", "5", None)],
-)
-def test_the_limit_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, left: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(limit + "\n")
-    (tmp_path / "memory.current").write_text(used + "\n")
-    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 7\nactive_file 2\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory._cgroup_available() == left
-
-
-def test_no_container_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "nowhere")
-    assert memory._cgroup_available() is None

@@ -2,7 +2,7 @@
 
 A graph depends on the plan's shape alone: how many tokens, cells looked at, and outputs. All
 graphs of an executor share one compute buffer; when a larger shape makes it move, the smaller
-graphs are dropped, since their tensors point into the old one.
+graphs are dropped, since their tensors point into the old one. Likewise when a store is resized.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from kvcellar.backends.ggml.binding import (
     InitParams,
 )
 from kvcellar.backends.ggml.constants import Constants
-from kvcellar.backends.ggml.memory import array_at, check_available
+from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.ops import GgmlOps, Inputs, Target
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError
 from kvcellar.plan import Plan
 from kvcellar.types import AnyArray, Float32Array
@@ -94,6 +95,7 @@ class GraphCache:
         self._store = store
         self._forward = forward
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
+        self._generation = store.generation
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
         self._allocator: int | None = self._api.ggml_gallocr_new(kind)
@@ -110,6 +112,8 @@ class GraphCache:
         Raises:
             AllocationError: the compute buffer cannot grow.
         """
+        if self._generation != self._store.generation:
+            self.invalidate()
         shape = Shape.of(plan)
         graph = self._graphs.get(shape)
         if graph is None:
@@ -119,6 +123,11 @@ class GraphCache:
         while len(self._graphs) > MAX_GRAPHS:
             self._free(self._graphs.popitem(last=False)[1])
         return graph
+
+    def invalidate(self) -> None:
+        """Drop every graph: the store's tensors have moved."""
+        self._drop_all()
+        self._generation = self._store.generation
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
@@ -242,6 +251,10 @@ class GgmlExecutor:
         graph.load(plan)
         self._backend.compute(graph.graph)
         return graph.logits
+
+    def invalidate(self) -> None:
+        """Drop every graph; a resized store makes that happen by itself."""
+        self._cache.invalidate()
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""

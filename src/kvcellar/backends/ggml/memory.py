@@ -1,17 +1,12 @@
-"""How much memory may still be taken, and views of C memory as NumPy arrays."""
+"""Views of C memory as NumPy arrays."""
 
 from __future__ import annotations
 
 import ctypes as c
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from kvcellar.errors import AllocationError
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -21,50 +16,3 @@ def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.
     raw = (c.c_uint8 * n_bytes).from_address(address)
     view: npt.NDArray[Any] = np.frombuffer(memoryview(raw), dtype=wanted).reshape(shape)
     return view
-
-
-def available_bytes() -> int | None:
-    """Bytes the system could still give this process, or None where it does not say."""
-    known = [n for n in (_meminfo_available(), _cgroup_available()) if n is not None]
-    return min(known, default=None)
-
-
-def check_available(buffer: str, n_bytes: int) -> None:
-    """Refuse what does not fit: systems that overcommit would kill the process later.
-
-    Raises:
-        AllocationError: more than what is available.
-    """
-    available = available_bytes()
-    if available is not None and n_bytes > available:
-        raise AllocationError(buffer, n_bytes)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _cgroup_available() -> int | None:
-    """What the limit of a container leaves; file pages it would drop for us do not count."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((_CGROUP / "memory.current").read_text()) - _cgroup_droppable()
-        return max(int(limit) - used, 0)
-    except (OSError, ValueError):
-        return None
-
-
-def _cgroup_droppable() -> int:
-    for line in (_CGROUP / "memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0

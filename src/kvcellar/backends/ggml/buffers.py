@@ -1,0 +1,159 @@
+"""The tensors of K and V, and the memory they lie in: one allocation a buffer type.
+
+A layer's tensors lie in the buffer type of the device that runs it, or in the host's if K and V
+are not offloaded (:func:`layer_buffer_types`). ggml's prebuilt libraries know one such type, the
+host's memory; what is done with several is the same.
+
+1. Buffers are cleared to zero, so that padding never holds a NaN.
+2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
+3. Sizes are logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvcellar.backends.base import Part
+from kvcellar.backends.ggml.binding import InitParams
+from kvcellar.backends.ggml.layout import CellRows, ChannelMajor, RowMajor
+from kvcellar.backends.ggml.library import load
+from kvcellar.backends.memory import check_available
+from kvcellar.errors import AllocationError, NotSupported, OptionError
+from kvcellar.types import CacheSpec
+
+BUFFER = "the K/V buffer"
+_MIB = 2**20
+_log = logging.getLogger(__name__)
+
+
+class BufferType(Protocol):
+    """A kind of memory that ggml can allocate."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host can read and write it at an address."""
+
+    def allocate(self, context: int) -> int | None:
+        """A buffer for all tensors of a ggml context, which then lie in it; None: no memory."""
+
+
+class HostBufferType:
+    """Ordinary memory."""
+
+    name = "CPU"
+    is_host = True
+
+    def allocate(self, context: int) -> int | None:
+        """A buffer for all tensors of a context."""
+        api = load().api
+        kind = api.ggml_backend_cpu_buffer_type()
+        buffer: int | None = api.ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
+        return buffer or None
+
+
+def layer_buffer_types(
+    n_layers: int,
+    devices: Sequence[BufferType] = (),
+    *,
+    offload: bool = True,
+    host: BufferType | None = None,
+) -> tuple[BufferType, ...]:
+    """The buffer type of each layer's K and V.
+
+    Args:
+        n_layers: how many layers there are.
+        devices: the buffer type of the device that runs each layer; none: all run on the host.
+        offload: whether K and V lie with the device that runs the layer, or stay with the host.
+        host: the host's buffer type.
+    """
+    host = HostBufferType() if host is None else host
+    if devices and len(devices) != n_layers:
+        raise OptionError(f"devices: {len(devices)} for {n_layers} layers; give one a layer")
+    return tuple(devices) if devices and offload else (host,) * n_layers
+
+
+class KVBuffers:
+    """K and V of all layers for ``spec.size`` cells.
+
+    Attributes:
+        k: address of each layer's K tensor, ``[size, n_embd_k]``.
+        v: address of each layer's V tensor, ``[size, n_embd_v]`` or ``[n_embd_v, size]``.
+        rows: access to the rows of both by cell, for each layer.
+        handles: the ggml buffers, one a buffer type.
+
+    Raises:
+        AllocationError: a buffer cannot be had; nothing is left behind.
+    """
+
+    def __init__(self, spec: CacheSpec, types: Sequence[BufferType]) -> None:
+        for kind in types:
+            if not kind.is_host:
+                raise NotSupported(f"K and V in {kind.name} memory: rows are reached by address")
+        check_available(BUFFER, spec.n_bytes)
+        self._spec = spec
+        self._api = load().api
+        self._contexts: list[int] = []
+        self.handles: list[int] = []
+        self.k = [0] * len(spec.layers)
+        self.v = [0] * len(spec.layers)
+        try:
+            for kind in dict.fromkeys(types):
+                self._allocate(kind, [i for i, other in enumerate(types) if other == kind])
+        except BaseException:
+            self.close()
+            raise
+        across = ChannelMajor if spec.v_trans else RowMajor
+        self.rows: dict[Part, list[CellRows]] = {
+            "k": [RowMajor(tensor) for tensor in self.k],
+            "v": [across(tensor) for tensor in self.v],
+        }
+
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        for buffer in self.handles:
+            self._api.ggml_backend_buffer_clear(buffer, 0)
+
+    def close(self) -> None:
+        """Free the buffers; closing twice is fine."""
+        self.rows = {"k": [], "v": []}
+        while self.handles:
+            self._api.ggml_backend_buffer_free(self.handles.pop())
+        while self._contexts:
+            self._api.ggml_free(self._contexts.pop())
+
+    def _allocate(self, kind: BufferType, layers: list[int]) -> None:
+        spec = self._spec
+        n_k = sum(spec.k_bytes(i) for i in layers)
+        n_v = sum(spec.v_bytes(i) for i in layers)
+        buffer = kind.allocate(self._declare(layers))
+        if buffer is None:
+            raise AllocationError(f"{BUFFER} in {kind.name} memory", n_k + n_v)
+        self.handles.append(buffer)
+        self._api.ggml_backend_buffer_clear(buffer, 0)
+        _log.info(
+            "%s K/V buffer: %.2f MiB for %d layers of %d cells, K (%s) %.2f MiB, V (%s) %.2f MiB",
+            *(kind.name, (n_k + n_v) / _MIB, len(layers), spec.size),
+            *(spec.type_k.label, n_k / _MIB, spec.type_v.label, n_v / _MIB),
+        )
+
+    def _declare(self, layers: list[int]) -> int:
+        api, spec = self._api, self._spec
+        size = (2 * len(layers) + 1) * api.ggml_tensor_overhead()
+        context: int = api.ggml_init(InitParams(size, None, True))
+        self._contexts.append(context)
+        for i in layers:
+            layer = spec.layers[i]
+            k = api.ggml_new_tensor_2d(context, spec.type_k.ggml_id, layer.n_embd_k, spec.size)
+            across = (spec.size, layer.n_embd_v)
+            ne = across if spec.v_trans else across[::-1]
+            v = api.ggml_new_tensor_2d(context, spec.type_v.ggml_id, *ne)
+            api.ggml_set_name(k, f"cache_k_l{i}".encode())
+            api.ggml_set_name(v, f"cache_v_l{i}".encode())
+            self.k[i], self.v[i] = k, v
+        return context

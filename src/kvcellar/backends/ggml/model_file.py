@@ -1,0 +1,40 @@
+"""A GGUF file mapped for ggml, and the threads that compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvcellar.backends.base import Forward
+from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.graph import GgmlExecutor
+from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.types import CacheSpec
+
+
+class GgmlModelFile:
+    """Weights are mapped from the file, so opening costs little. Implements ``ModelFile[int]``."""
+
+    def __init__(self, path: str | Path, n_threads: int | None = None) -> None:
+        file = GgufFile(path)
+        self.path = file.path
+        self.metadata: Mapping[str, object] = file.metadata
+        self.weights = GgmlWeights(file)
+        self.weight_bytes = sum(info.n_bytes for info in file.tensors.values())
+        try:
+            self._backend = GgmlBackend(n_threads)
+        except BaseException:
+            self.weights.close()
+            raise
+
+    def open_cache(self, spec: CacheSpec, forward: Forward[int]) -> tuple[GgmlStore, GgmlExecutor]:
+        """A store and the graphs over it; see ``ModelFile.open_cache``."""
+        store = GgmlStore(spec, self._backend)
+        return store, GgmlExecutor(self._backend, store, forward)
+
+    def close(self) -> None:
+        """Stop the threads and unmap the file; closing twice is fine."""
+        self._backend.close()
+        self.weights.close()

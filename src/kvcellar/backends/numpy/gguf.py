@@ -1,0 +1,136 @@
+"""Reading GGUF files with the library ``gguf``: metadata as plain values, tensors mapped.
+
+Values are what :mod:`kvcellar.backends.ggml.gguf` gives, so models and tokenizers cannot tell.
+The library looks at every string on its own: a vocabulary of 50,000 takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvcellar.backends.numpy.library import quants, reader
+from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.types import AnyArray, Float32Array
+
+_OF_THE_LIBRARY = "GGUF."  # keys that it adds, for example GGUF.version
+_DAMAGE = (
+    ValueError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
+
+
+class GgufTensors:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        metadata: key to int, float, bool, str, list of str, or NumPy array.
+
+    Raises:
+        ModelFileError: the file is missing, truncated, damaged or not GGUF.
+        LibraryError: the library is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        file = _open(self.path)
+        self.metadata: Mapping[str, object] = MappingProxyType(
+            {
+                key: _value(key, field)
+                for key, field in file.fields.items()
+                if not key.startswith(_OF_THE_LIBRARY)
+            }
+        )
+        self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in file.tensors}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.n_bytes for tensor in self._tensors.values())
+
+    def has(self, name: str) -> bool:
+        """Whether the file has that tensor."""
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that the file must have, without leading ones."""
+        return _stored_shape(tuple(int(n) for n in reversed(self._require(name).shape)))
+
+    def type_name(self, name: str) -> str:
+        """The GGUF name of a tensor's type."""
+        return str(self._require(name).tensor_type.name).lower()
+
+    def numbers(self, name: str) -> Float32Array:
+        """A tensor as f32; a view of the file if it is that already.
+
+        Raises:
+            UnsupportedModel: no such tensor, or of a type that the library cannot read.
+        """
+        tensor = self._require(name)
+        try:
+            return quants().values(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = self.type_name(name)
+            raise UnsupportedModel(f"tensor {name} has type {kind}, which has no product") from None
+
+    def close(self) -> None:
+        """Unmap the file once nobody has a view of it."""
+        self._tensors.clear()
+
+    def _require(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise UnsupportedModel(f"{self.path} has no tensor {name}")
+        return self._tensors[name]
+
+
+def _open(path: Path) -> Any:
+    base: Any = reader()
+
+    class BoundedReader(base):  # type: ignore[misc]
+        """Refuses to read past the end, where the library would go on with nothing."""
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if not 0 <= int(offset) <= end <= len(self.data):
+                raise ModelFileError(f"{path} is truncated or damaged: it ends before byte {end}")
+            return super()._get(offset, dtype, count, *args, **kwargs)
+
+    try:
+        with np.errstate(all="ignore"):
+            file = BoundedReader(path)
+    except OSError as error:
+        raise ModelFileError(f"cannot open {path}: {error.strerror or error}") from error
+    except _DAMAGE as error:
+        raise ModelFileError(f"{path} is not a usable GGUF file: {error}") from error
+    if file.byte_order != "I":
+        raise UnsupportedModel(f"{path} was written for machines of the other byte order")
+    return file
+
+
+def _value(key: str, field: Any) -> object:
+    kinds = [kind.name for kind in field.types]
+    parts: list[AnyArray] = [field.parts[i] for i in field.data]
+    if kinds[-1] == "STRING":
+        texts = [part.tobytes().decode("utf-8", "replace") for part in parts]
+        return texts if kinds[0] == "ARRAY" else texts[0]
+    if kinds[0] != "ARRAY":
+        return parts[0][0].item()
+    if kinds[1:2] == ["ARRAY"]:
+        raise UnsupportedModel(f"metadata key {key} is an array of arrays")
+    return np.concatenate(parts) if parts else []
+
+
+def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape

@@ -1,0 +1,38 @@
+"""A GGUF file for the NumPy backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvcellar.backends.base import Forward
+from kvcellar.backends.numpy.gguf import GgufTensors
+from kvcellar.backends.numpy.ops import NumpyExecutor
+from kvcellar.backends.numpy.store import NumpyStore
+from kvcellar.backends.numpy.weights import NumpyWeights
+from kvcellar.types import CacheSpec, Float32Array
+
+
+class NumpyModelFile:
+    """Weights become f32 arrays. Implements ``ModelFile[Float32Array]``.
+
+    NumPy decides on its threads itself, so ``n_threads`` does nothing here.
+    """
+
+    def __init__(self, path: str | Path, n_threads: int | None = None) -> None:  # noqa: ARG002
+        file = GgufTensors(path)
+        self.path = file.path
+        self.metadata: Mapping[str, object] = file.metadata
+        self.weights = NumpyWeights(file)
+        self.weight_bytes = file.n_bytes
+
+    def open_cache(
+        self, spec: CacheSpec, forward: Forward[Float32Array]
+    ) -> tuple[NumpyStore, NumpyExecutor]:
+        """A store and what computes over it; see ``ModelFile.open_cache``."""
+        store = NumpyStore(spec)
+        return store, NumpyExecutor(store, forward)
+
+    def close(self) -> None:
+        """Let go of the arrays and the file; closing twice is fine."""
+        self.weights.close()

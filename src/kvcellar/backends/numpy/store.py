@@ -1,0 +1,145 @@
+"""K and V rows in NumPy arrays: each verb of the store in the plainest way there is.
+
+Buffers are bytes. K of a layer is ``[size, row_bytes]``; V likewise with flash attention, else it
+lies across, ``[n_embd_v, size, value_bytes]``. Every verb works on views with cells first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvcellar.backends.base import Part
+from kvcellar.backends.checks import check_types
+from kvcellar.backends.memory import check_available
+from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows, transform
+from kvcellar.backends.numpy.rope import rotated
+from kvcellar.errors import AllocationError
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
+
+_BUFFER = "the K/V buffer"
+
+
+class NumpyStore:
+    """A :class:`~kvcellar.backends.base.KVStore` that is all NumPy.
+
+    Attributes:
+        spec: the shape of the cache.
+
+    Raises:
+        OptionError: a type that does not fit, or that this backend cannot make.
+        LibraryError: a quantised type, and the library for it is not installed.
+        AllocationError: the buffers cannot be had; nothing is left behind.
+    """
+
+    can_copy = True
+    can_shift = True
+
+    def __init__(self, spec: CacheSpec) -> None:
+        check_types(spec)
+        check_made("type_k", spec.type_k)
+        check_made("type_v", spec.type_v)
+        check_available(_BUFFER, spec.n_bytes)
+        self.spec = spec
+        try:
+            self._buffers: dict[Part, list[ByteArray]] = _allocate(spec)
+        except (MemoryError, ValueError):
+            raise AllocationError(_BUFFER, spec.n_bytes) from None
+
+    def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
+        """Store f32 rows, converted to the store's types."""
+        self._write(layer, "k", cells, k)
+        self._write(layer, "v", cells, v)
+
+    def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
+        """The rows of cells as f32."""
+        rows = from_rows(self.read_raw(layer, part, cells), self._kind(part))
+        return transform(rows, self._hadamard(layer, part))
+
+    def read_raw(self, layer: int, part: Part, cells: Int64Array) -> ByteArray:
+        """The rows of cells as stored, ``[n, row_bytes]``; a copy."""
+        rows = self._rows(layer, part)
+        return rows[cells].reshape(len(cells), rows[0].size)
+
+    def write_raw(self, layer: int, part: Part, cells: Int64Array, rows: ByteArray) -> None:
+        """Store rows that :meth:`read_raw` returned, bit for bit."""
+        target = self._rows(layer, part)
+        target[cells] = rows.reshape(len(cells), *target.shape[1:])
+
+    def copy(self, src: Int64Array, dst: Int64Array) -> None:
+        """Copy K and V rows in every layer, bit for bit."""
+        for rows in self._all_rows():
+            rows[dst] = rows[src]
+
+    def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
+        """Rotate the K rows of cells by so many positions each, in every layer with RoPE.
+
+        A pure rotation: the magnitude that a key got when it was computed is not applied again.
+        """
+        moved = shifts != 0
+        cells, shifts = cells[moved], shifts[moved]
+        for i, layer in enumerate(self.spec.layers):
+            if layer.rope is not None:
+                keys = self.read(i, "k", cells)
+                heads = keys.reshape(len(cells), layer.n_head_kv, layer.head_dim_k)
+                turned = rotated(heads, shifts, layer.rope)
+                self._write(i, "k", cells, turned.reshape(keys.shape))
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the K and V rows of cells in every layer."""
+        for rows in self._all_rows():
+            rows[cells] = 0
+
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        for rows in self._all_rows():
+            rows.fill(0)
+
+    def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
+        """Move to new buffers of so many cells: rows of cells src lie at dst, others are zero.
+
+        Raises:
+            AllocationError: they cannot be had beside the old ones; the store is as it was.
+        """
+        new = NumpyStore(replace(self.spec, size=size))
+        for part in self._buffers:
+            for i in range(len(self.spec.layers)):
+                new.write_raw(i, part, dst, self.read_raw(i, part, src))
+        self.spec, self._buffers = new.spec, new._buffers
+
+    def close(self) -> None:
+        """Let go of the buffers; closing twice is fine."""
+        self._buffers = {"k": [], "v": []}
+
+    def _write(self, layer: int, part: Part, cells: Int64Array, rows: Float32Array) -> None:
+        mixed = transform(rows, self._hadamard(layer, part))
+        self.write_raw(layer, part, cells, to_rows(mixed, self._kind(part)))
+
+    def _kind(self, part: Part) -> KVType:
+        return self.spec.type_k if part == "k" else self.spec.type_v
+
+    def _hadamard(self, layer: int, part: Part) -> int:
+        return self.spec.hadamard_k(layer) if part == "k" else self.spec.hadamard_v(layer)
+
+    def _rows(self, layer: int, part: Part) -> ByteArray:
+        """A view ``[size, row_bytes]`` or ``[size, n_embd_v, value_bytes]`` of a buffer."""
+        buffer = self._buffers[part][layer]
+        return buffer.swapaxes(0, 1) if part == "v" and self.spec.v_trans else buffer
+
+    def _all_rows(self) -> list[ByteArray]:
+        layers = range(len(self.spec.layers))
+        return [self._rows(i, part) for part in self._buffers for i in layers]
+
+
+def _allocate(spec: CacheSpec) -> dict[Part, list[ByteArray]]:
+    k, v = spec.type_k, spec.type_v
+    return {
+        "k": [np.zeros((spec.size, k.row_bytes(s.n_embd_k)), np.uint8) for s in spec.layers],
+        "v": [
+            np.zeros((s.n_embd_v, spec.size, v.block_bytes), np.uint8)
+            if spec.v_trans
+            else np.zeros((spec.size, v.row_bytes(s.n_embd_v)), np.uint8)
+            for s in spec.layers
+        ],
+    }

@@ -1,0 +1,42 @@
+"""A plain forward pass over a whole text: no cache, no cells, no stored K and V.
+
+What a cached decode must equal whatever was done to the cache, as long as the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from kvcellar.backends.base import Forward
+from kvcellar.backends.numpy.ops import NumpyOps, attend
+from kvcellar.testing.plans import causal_plan
+from kvcellar.testing.stores import NullStore
+from kvcellar.types import CacheSpec, Float32Array
+
+
+class UncachedOps(NumpyOps):
+    """Tokens attend to each other's K and V as they were just computed."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        n = len(tokens)
+        super().__init__(causal_plan(tokens, n_kv=n), NullStore(CacheSpec(n, 1, ())))
+
+    def attention(
+        self,
+        layer: int,  # noqa: ARG002
+        q: Float32Array,
+        k: Float32Array,
+        v: Float32Array,
+        scale: float,
+    ) -> Float32Array:
+        """Each token attends to itself and to those before it."""
+        later = np.triu(np.ones((len(q), len(q)), np.bool_), k=1)
+        return attend(q, k, v, np.where(later, np.float32(-inf), np.float32(0)), scale)
+
+
+def uncached_logits(forward: Forward[Float32Array], tokens: Sequence[int]) -> Float32Array:
+    """Logits of every token of a text, ``[n, n_vocab]``, by a NumPy model's forward pass."""
+    return forward(UncachedOps(tokens))

@@ -1,0 +1,94 @@
+"""Operations computed at once; what whole models give is compared in test_agreement.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcellar.backends.base import ExpertWeights, Ops
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
+from kvcellar.backends.numpy.store import NumpyStore
+from kvcellar.plan import Plan
+from kvcellar.testing.plans import causal_plan
+from kvcellar.testing.rotation import random_rows
+from kvcellar.types import CacheSpec, Float32Array, KVType, LayerSpec
+
+SPEC = CacheSpec(16, 1, (LayerSpec(1, 4, 4),), KVType.F32, KVType.F32)
+TABLE = random_rows(10, 4)
+
+
+def _ops(plan: Plan) -> Ops[Float32Array]:
+    return NumpyOps(plan, NumpyStore(SPEC))
+
+
+def test_tokens_or_embeddings_are_the_input() -> None:
+    np.testing.assert_array_equal(_ops(causal_plan([3, 1])).embed(TABLE), TABLE[[3, 1]])
+    given = random_rows(2, 4, 7)
+    plan = causal_plan(None, embeddings=given)
+    np.testing.assert_array_equal(_ops(plan).embed(TABLE), given)
+
+
+def test_silu_of_large_numbers_does_not_overflow() -> None:
+    gate = np.array([-1e4, -1.0, 0.0, 1.0, 1e4], np.float32)
+    expected = [0, -1 / (1 + np.e), 0, 1 / (1 + np.exp(-1)), 1e4]
+    got = _ops(causal_plan([0])).swiglu(gate, np.ones(5, np.float32))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shares_of_large_scores_sum_to_one() -> None:
+    shares = softmax(np.array([[1e4, 0, -np.inf], [-1e4, -1e4, -1e4]], np.float32))
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
+    assert shares[0, 2] == 0
+
+
+def test_neighbouring_heads_share_a_head_of_k_and_v() -> None:
+    """Equal to attending a head at a time."""
+    q, keys, values = (random_rows(3, n * 8, n).reshape(3, n, 8) for n in (6, 2, 2))
+    mask = np.zeros((3, 3), np.float16)
+    got = attend(q, keys, values, mask, 0.3).reshape(3, 6, 8)
+    for head in range(6):
+        one = slice(head // 3, head // 3 + 1)
+        alone = attend(q[:, head : head + 1], keys[:, one], values[:, one], mask, 0.3)
+        np.testing.assert_allclose(got[:, head], alone, rtol=1e-5)
+
+
+def test_hidden_cells_are_not_even_read() -> None:
+    """A NaN in a cell that the mask hides reaches nobody (invariant 9)."""
+    store, plan = NumpyStore(SPEC), causal_plan([1, 2], n_kv=16)
+    store.write_raw(0, "k", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
+    store.write_raw(0, "v", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
+    x = random_rows(2, 4).reshape(2, 1, 4)
+    assert np.isfinite(NumpyOps(plan, store).attention(0, x, x, x, 1.0)).all()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_experts_are_the_best_ones_weighted(scales: bool) -> None:
+    rng = np.random.default_rng(0)
+
+    def matrix(*shape: int) -> Float32Array:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    scale = np.array([1, 2, 3], np.float32) if scales else None
+    weights = ExpertWeights(
+        matrix(3, 4), matrix(3, 5, 4), matrix(3, 5, 4), matrix(3, 4, 5), scale, None, scale, 2
+    )
+    x = random_rows(2, 4)
+    got = _ops(causal_plan([0, 0])).experts(x, weights)
+    for row, out in zip(x.astype(np.float64), got, strict=True):
+        powers = np.exp(weights.router @ row)
+        best = np.argsort(powers)[-2:]
+        expected = np.zeros(4)
+        for i in best:
+            factor = 1.0 if scale is None else float(scale[i])
+            gate = factor * (weights.gate[i] @ row)
+            hidden = gate / (1 + np.exp(-gate)) * (weights.up[i] @ row)
+            expected += powers[i] / powers[best].sum() * factor * (weights.down[i] @ hidden)
+        np.testing.assert_allclose(out, expected, rtol=1e-4)
+
+
+def test_an_executor_runs_a_forward_pass_over_its_store() -> None:
+    executor = NumpyExecutor(NumpyStore(SPEC), lambda ops: ops.outputs(ops.embed(TABLE)))
+    got = executor.run(causal_plan([4, 5, 6], outputs=[0, 2]))
+    np.testing.assert_array_equal(got, TABLE[[4, 6]])
+    assert executor.run(causal_plan([4], outputs=[])).shape == (0, 4)
+    executor.close()
