@@ -1,4 +1,4 @@
-"""Sets of cells, and what is remembered of a sequence between scans.
+"""Sets of cells.
 
 A set is a slice where its cells are neighbours, which makes everything done with it cheap, and an
 array of distinct cell numbers where they are not. Ranges of positions are half open.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from kvcellar.errors import OptionError
-from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array
+from kvcellar.types import MAX_POSITION, BoolArray, Int64Array
 
 Cells: TypeAlias = "slice[int, int, None] | Int64Array"
 
@@ -40,6 +39,11 @@ def cell_bounds(cells: Cells) -> tuple[int, int]:
     return int(cells.min()), int(cells.max()) + 1
 
 
+def ascending(numbers: Int64Array) -> Int64Array:
+    """Cell numbers in order, each once."""
+    return numbers if (numbers[1:] > numbers[:-1]).all() else np.unique(numbers)
+
+
 def first_gap(cells: Cells) -> int:
     """The smallest cell number that an ascending set lacks."""
     if isinstance(cells, slice):
@@ -61,7 +65,13 @@ def cells_from_mask(mask: BoolArray, offset: int) -> Cells:
 
 def cells_where(cells: Cells, mask: BoolArray) -> Cells:
     """The cells of a set where the mask, one value a cell, is true."""
-    return cells_from_mask(mask, cells.start) if isinstance(cells, slice) else cells[mask]
+    if isinstance(cells, slice):
+        return cells_from_mask(mask, cells.start)
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    if mask[first : first + n].all():
+        return cells[first : first + n]  # much cheaper than picking them one by one
+    return cells[mask]
 
 
 def as_cells(numbers: Int64Array) -> Cells:
@@ -92,47 +102,3 @@ def group_rows(rows: Int64Array, seq_ids: Int64Array) -> Iterator[tuple[int, Int
     for end in ends.tolist():
         yield int(seq_ids[order[start]]), rows[order[start:end]]
         start = end
-
-
-@dataclass(slots=True)
-class Span:
-    """What is known of a sequence without a scan.
-
-    Its cells always lie within ``lo .. hi``. The other fields are exact while ``fresh``, and then
-    the bounds are as tight as can be.
-    """
-
-    lo: int = 0
-    hi: int = 0
-    fresh: bool = True
-    count: int = 0
-    pos_min: int = -1
-    pos_max: int = -1
-
-    @classmethod
-    def measure(cls, cells: Cells, positions: Int32Array) -> Span:
-        """The span of a sequence that owns exactly these cells."""
-        n = cell_count(cells)
-        if n == 0:
-            return cls()
-        at = positions[cells]
-        return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()))
-
-    def add(self, cells: Cells, positions: Int32Array) -> None:
-        """Take in cells that the sequence did not own before."""
-        new = Span.measure(cells, positions)
-        empty = self.hi == 0
-        self.lo = new.lo if empty else min(self.lo, new.lo)
-        self.hi = max(self.hi, new.hi)
-        self.count += new.count
-        self.pos_min = new.pos_min if self.pos_min < 0 else min(self.pos_min, new.pos_min)
-        self.pos_max = max(self.pos_max, new.pos_max)
-
-    def widen(self, lo: int, hi: int) -> None:
-        """Let the bounds enclose ``lo .. hi`` too; the rest is no longer known."""
-        self.lo, self.hi, self.fresh = min(self.lo, lo), max(self.hi, hi), False
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the sequence is known to own every cell within its bounds."""
-        return self.fresh and self.count == self.hi - self.lo

@@ -106,7 +106,8 @@ class CellTable(CellState):
             check_moved(at, delta)
             if int(at.min()) + delta < 0:
                 dead, cells = cells_where(cells, at < -delta), cells_where(cells, at >= -delta)
-            self._shift(cells, delta)
+                at = self.positions[cells]
+            self._shift(seq, cells, at, delta)
             self._free(dead)
         self.head = cell_bounds(dead)[0] if cell_count(dead) else 0
 
@@ -114,10 +115,11 @@ class CellTable(CellState):
         """Divide positions in the range by d, truncating, for all owners of a cell."""
         if d < 1:
             raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        cells = self.select(seq_id, p0, p1)
+        seq = self.checked(seq_id)
+        cells = self._select(seq, *clamp_range(p0, p1))
         if cell_count(cells) and d > 1:
             at = self.positions[cells]
-            self._shift(cells, at // np.int32(min(d, MAX_POSITION)) - at)
+            self._shift(seq, cells, at, at // np.int32(min(d, MAX_POSITION)) - at)
 
     def clear(self) -> None:
         """Free every cell; nothing is pending and head is 0."""
@@ -134,7 +136,8 @@ class CellTable(CellState):
     ) -> None:
         """Put tokens into free cells; head stays where it is."""
         at = as_cells(cells)
-        if (self.positions[at] >= 0).any():
+        is_taken = (self.positions[at] >= 0).any()
+        if is_taken or (self.reserved is not None and self.reserved[at].any()):
             raise InvariantError(f"cells {cells.tolist()} are to be filled but not all are free")
         self.positions[at] = positions
         self.owners[:, at] = owners
@@ -156,11 +159,10 @@ class CellTable(CellState):
         """Let free cells dst take the place of used cells src; no cell may be in both."""
         for array in (self.positions, self.pending, self.tokens, *self.owners):
             array[dst] = array[src]
-        lo, hi = cell_bounds(dst)
         for seq in self._owners_among(dst):
-            self._spans[seq].widen(lo, hi)
+            self._spans[seq].include(dst)
         self.used += len(src)
-        self._bound = max(self._bound, hi)
+        self._bound = max(self._bound, cell_bounds(dst)[1])
         self._wipe(src)
 
     def split(self, seq_id: int, src: Int64Array, dst: Int64Array) -> None:

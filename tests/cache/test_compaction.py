@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.cache import AttentionCache, upkeep
 from kvcellar.cache.compaction import fragmentation, plan_moves
 from kvcellar.errors import NotSupported, OptionError
+from kvcellar.testing.agreement import snapshot as all_bytes
 from kvcellar.testing.naive import naive_moves
-from tests.cache.helpers import arrange, layout, make, snapshot
+from kvcellar.testing.signs import Setup
+from kvcellar.testing.stores import SignatureStore
+from kvcellar.testing.strategies import attention_spec
+from kvcellar.types import Int64Array
+from tests.cache.helpers import arrange, layout, make, put, snapshot
+from tests.cache.stores import SETUPS, signed
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 6) | st.none())
@@ -124,3 +133,140 @@ def test_fragmentation_is_the_share_of_holes() -> None:
     assert fragmentation(200, 150) == 0.25
     assert fragmentation(200, 200) == 0.0
     assert fragmentation(127, 1) == 0.0
+
+
+class TestFixedCells:
+    @given(
+        st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30),
+        st.integers(1, 6) | st.none(),
+    )
+    def test_equals_the_loop(self, cells: list[tuple[bool, bool]], max_moves: int | None) -> None:
+        occupied = [used for used, _ in cells]
+        fixed = [stuck for _, stuck in cells]
+
+        moves = plan_moves(np.array(occupied, np.bool_), max_moves, np.array(fixed, np.bool_))
+
+        pairs = list(zip(moves.src.tolist(), moves.dst.tolist(), strict=True))
+        stuck = [i for i, is_fixed in enumerate(fixed) if is_fixed]
+        limit = 99 if max_moves is None else max_moves
+        assert pairs == naive_moves(occupied, limit, stuck)
+        assert not {cell for pair in pairs for cell in pair} & {*stuck}
+
+    def test_the_others_close_up_around_them(self) -> None:
+        picture = "0.#.0#0..0#"
+        occupied = np.array([c == "0" for c in picture])
+        moves = plan_moves(occupied, None, np.array([c == "#" for c in picture]))
+        assert (moves.src.tolist(), moves.dst.tolist()) == ([9], [1])
+
+
+class TestThreshold:
+    def made(self, threshold: float | None) -> AttentionCache:
+        spec = attention_spec(512)
+        cache = AttentionCache(spec, SignatureStore(spec), defrag_threshold=threshold)
+        arrange(cache, ("0" * 3 + ".") * 100 + "." * 112)
+        return cache
+
+    def test_an_update_compacts_when_more_holes_are_there_than_wanted(self) -> None:
+        cache = self.made(0.2)
+        cache.update()
+        assert layout(cache) == "0" * 300 + "." * 212
+        assert cache.head == 300
+
+    @pytest.mark.parametrize("threshold", [None, 0.26, 0.9])
+    def test_fewer_holes_are_left_alone(self, threshold: float | None) -> None:
+        cache = self.made(threshold)
+        before = layout(cache)
+        cache.update()
+        assert layout(cache) == before
+
+    def test_it_comes_before_cells_are_searched(self) -> None:
+        cache = self.made(0.2)
+        assert put(cache, 1, 20) == list(range(300, 320))
+
+    def test_passes_are_bounded_and_converge(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(upkeep, "AUTOMATIC_MOVES", 16)
+        spec = attention_spec(300)
+        cache = AttentionCache(spec, SignatureStore(spec), defrag_threshold=0.0)
+        arrange(cache, "0." * 150)
+        tops = []
+        for _ in range(5):
+            cache.update()
+            cache.check()
+            tops.append(cache.cell_max())
+        assert tops == [267, 235, 203, 171, 150]
+
+    def test_a_request_comes_first(self) -> None:
+        cache = self.made(0.2)
+        cache.defrag(max_moves=1)
+        cache.update()
+        assert cache.cell_max() > 300
+        cache.update()
+        assert cache.cell_max() == 300
+
+    def test_small_caches_are_left_alone(self) -> None:
+        spec = attention_spec(127)
+        cache = AttentionCache(spec, SignatureStore(spec), defrag_threshold=0.0)
+        arrange(cache, "." * 126 + "0")
+        cache.update()
+        assert cache.cell_max() == 127
+
+    def test_cells_that_a_transaction_keeps_are_no_holes(self) -> None:
+        cache = self.made(None)
+        spec = attention_spec(512)
+        cache = AttentionCache(spec, SignatureStore(spec), defrag_threshold=0.2)
+        arrange(cache, "0" * 400 + "." * 112)
+        with cache.transaction():
+            cache.seq_rm(0, 100, 399)
+            cache.update()
+            assert cache.cell_max() == 400
+        cache.update()
+        assert cache.cell_max() == 101
+
+    @pytest.mark.parametrize("threshold", [-0.1, 1.0, float("nan")])
+    def test_other_values_are_refused(self, threshold: float) -> None:
+        with pytest.raises(OptionError, match="defrag_threshold is"):
+            self.made(threshold)
+
+    def test_a_store_that_cannot_copy_is_refused(self) -> None:
+        spec = attention_spec(8)
+        store = SignatureStore(spec, can_copy=False)
+        with pytest.raises(NotSupported, match="defrag_threshold needs a store that can copy"):
+            AttentionCache(spec, store, defrag_threshold=0.1)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_real_rows_travel_bit_for_bit(setup: Setup) -> None:
+    with signed(setup) as it:
+        for _ in range(3):
+            it.put(0, 2)
+            it.put(1, 2)
+        it.cache.seq_rm(0, 1, 5)
+        rows = it.rows(0), it.rows(1)
+        it.cache.defrag()
+        it.cache.update()
+        assert it.cache.cell_max() == it.cache.used == 8
+        assert (it.rows(0), it.rows(1)) == rows
+        it.check(1, [1000, 1001, 1002, 1003, 1004, 1005])
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_copy_that_fails_leaves_rows_and_cells_and_can_be_repeated(setup: Setup) -> None:
+    with signed(setup) as it:
+        it.put(0, 6)
+        it.cache.seq_rm(0, 1, 4)
+        before = all_bytes(it.cache, only_used=True)
+        copy = it.store.copy
+
+        def fail(src: Int64Array, dst: Int64Array) -> NoReturn:
+            copy(src, dst)
+            raise MemoryError
+
+        it.store.copy = fail  # type: ignore[method-assign]
+        it.cache.defrag()
+        with pytest.raises(MemoryError):
+            it.cache.update()
+        assert all_bytes(it.cache, only_used=True) == before
+        it.store.copy = copy  # type: ignore[method-assign]
+        it.cache.update()
+        assert layout(it.cache) == "000............."
+        it.check(0, [0, 4, 5])

@@ -3,6 +3,15 @@
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, Coupled, OnShared
 from kvcellar.cache.placement import Placement
+from kvcellar.cache.transaction import Transaction
 from kvcellar.cache.view import CacheView
 
-__all__ = ["AttentionCache", "Cache", "CacheView", "Coupled", "OnShared", "Placement"]
+__all__ = [
+    "AttentionCache",
+    "Cache",
+    "CacheView",
+    "Coupled",
+    "OnShared",
+    "Placement",
+    "Transaction",
+]

@@ -2,6 +2,7 @@
 
 The table says who owns which cell, the store holds the bytes, and this class keeps the two
 together: what a verb does to positions is applied to K rows by ``update``, which ``place`` calls.
+What that means for the bytes is in ``upkeep.py``, and how it is taken back in ``transaction.py``.
 
 * Invariant 5: a failed operation changes nothing. Whatever can fail is tried before anything is
   changed; an open placement undoes itself.
@@ -13,18 +14,18 @@ together: what a verb does to positions is applied to K rows by ``update``, whic
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
-import numpy as np
-
-from kvcellar._cellsets import cell_count, cell_numbers, cells_where
+from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch
 from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.compaction import plan_moves
-from kvcellar.cache.placement import Placement, check_coupled, find_cells, micro_batch
+from kvcellar.cache.placement import Placement, check_coupled, micro_batch, require_free
+from kvcellar.cache.transaction import Remember, Transaction
+from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cache.view import CacheView
-from kvcellar.cells import Cells, CellTable, check_moved
-from kvcellar.errors import CacheError, CacheFull, NotSupported, OptionError, ShiftUnsupported
+from kvcellar.cells import CellTable, check_moved
+from kvcellar.errors import CacheError, OptionError, ShiftUnsupported
 from kvcellar.plan import split_simple
 from kvcellar.types import CacheSpec
 
@@ -36,26 +37,34 @@ class AttentionCache:
         spec: the shape; ``spec.size`` cells for ``spec.n_seq_max`` sequences.
         store: the K and V rows of as many cells.
         on_shared: what ``seq_add`` and ``seq_div`` do with a cell that others own too.
+        defrag_threshold: the share of holes below ``cell_max`` beyond which ``update`` compacts
+            unasked, a few runs of cells at a time; caches that reach less than 128 cells count as
+            compact. None: only :meth:`defrag` asks for it.
     """
 
-    def __init__(self, spec: CacheSpec, store: KVStore, on_shared: OnShared = "copy") -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        store: KVStore,
+        on_shared: OnShared = "copy",
+        *,
+        defrag_threshold: float | None = None,
+    ) -> None:
         if on_shared not in ("copy", "move"):
             raise OptionError(f"on_shared={on_shared!r}: one of 'copy', 'move'")
         self.spec = spec
         self.store = store
         self.on_shared = on_shared
         self.table = CellTable(spec.size, spec.n_seq_max)
-        self._has_rope = any(layer.rope is not None for layer in spec.layers)
-        self._defrag: int | None = None  # runs that may be moved, once compaction is asked for
         self._open: Placement | None = None
-        self._written = np.zeros(spec.size, np.bool_)  # cells whose rows may not be zero
+        self._upkeep = Upkeep(self, self.table, store, defrag_threshold)
 
     # -- questions
 
     @property
     def can_shift(self) -> bool:
         """Whether positions can be moved."""
-        return self.store.can_shift or not self._has_rope
+        return self.store.can_shift or not self._upkeep.has_rope
 
     @property
     def used(self) -> int:
@@ -126,7 +135,7 @@ class AttentionCache:
             self._require_shift("seq_add", bool(stays.any()))
             if self.on_shared == "copy":
                 below = self.table.shared(cells_where(cells, ~stays))
-                self._copy_shared(seq_id, cells_where(cells, stays))
+                self._upkeep.copy_shared(seq_id, cells_where(cells, stays))
                 self.table.disown(seq_id, below)
         self.table.seq_add(seq_id, p0, p1, delta)
 
@@ -140,37 +149,63 @@ class AttentionCache:
             moving = cells_where(cells, self.table.positions[cells] > 0)
             self._require_shift("seq_div", cell_count(moving) > 0)
             if self.on_shared == "copy":
-                self._copy_shared(seq_id, moving)
+                self._upkeep.copy_shared(seq_id, moving)
         self.table.seq_div(seq_id, p0, p1, d)
 
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
         self._require_idle()
-        if data:
-            self.store.zero()
-            self._written.fill(False)
-        self.table.clear()
-        self._defrag = None
+        self._upkeep.clear(data)
 
     def defrag(self, max_moves: int | None = None) -> None:
         """Ask for compaction at the next update, of at most ``max_moves`` runs of cells."""
         self._require_idle()
-        self._require_copy("defrag")
-        if max_moves is not None and max_moves < 1:
-            raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
-        self._defrag = self.spec.size if max_moves is None else max_moves
+        self._upkeep.request(max_moves)
 
     def update(self) -> None:
         """Apply what is pending: first rotate K rows, then compact."""
         self._require_idle()
-        cells = self.table.pending_cells()
-        if len(cells):
-            if self._has_rope:
-                self.store.rotate(cells, self.table.pending[cells])
-            self.table.settle()
-        if self._defrag is not None:
-            self._compact(self._defrag)
-            self._defrag = None
+        self._upkeep.update()
+
+    # -- beyond llama.cpp's
+
+    def transaction(self) -> Transaction:
+        """What happens from here on can be taken back; see :mod:`kvcellar.cache.transaction`."""
+        self._require_idle()
+        return self._upkeep.journal.begin()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open."""
+        return bool(self._upkeep.journal.open)
+
+    def watch(self, remember: Remember) -> None:
+        """Let transactions take back what belongs to the cells but lies outside of the cache.
+
+        Args:
+            remember: called when one begins; what it returns is called if that is rolled back.
+        """
+        self._upkeep.journal.watchers.append(remember)
+
+    def resize(self, size: int) -> None:
+        """Have so many cells, whatever is in them; compacted if it would not fit otherwise.
+
+        Old and new buffers exist side by side for a moment. Positions, pending shifts and rows stay
+        as they are.
+
+        Raises:
+            OptionError: size is below 1.
+            CacheFull: more cells are used; nothing has changed.
+            AllocationError: the new buffers cannot be had; nothing has changed.
+            CacheError: a transaction is open, or a batch is being decoded.
+        """
+        self._require_idle()
+        if self.in_transaction:
+            raise CacheError("a transaction is open: end it before resizing")
+        if size < 1:
+            raise OptionError(f"size is {size}: it must be at least 1")
+        self._upkeep.resize(size)
+        self.spec = replace(self.spec, size=size)
 
     # -- decoding
 
@@ -203,32 +238,35 @@ class AttentionCache:
         parts = split_simple(len(rows), n_ubatch)
         if coupled == "same":
             check_coupled(table.owners[:, : table.cell_max()], rows.owners)
-        if (free := table.size - table.used) < len(rows):
-            raise CacheFull(len(rows), free)
+        require_free(table, len(rows))
         self.update()
         micros = [micro_batch(rows, part) for part in parts]
         self._open = Placement(table, self.spec.padding, micros, self.store.wipe)
-        self._wipe_freed()
+        self._upkeep.wipe_freed(self.spec.padding)
         return self._open
+
+    # -- what transactions need to know
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a batch has been placed and neither committed nor released."""
+        return self._open is not None and self._open.is_open
+
+    def abandon(self) -> None:
+        """Release the cells of a batch that is being decoded."""
+        if self._open is not None:
+            self._open.release()
+
+    def zero_freed(self) -> None:
+        """Zero what free cells still hold."""
+        self._upkeep.zero_freed()
 
     # -- steps
 
     def _require_idle(self) -> None:
-        if self._open is not None and self._open.is_open:
+        if self.is_decoding:
             raise CacheError("a batch is being decoded: commit or release its placement first")
         self._open = None
-
-    def _wipe_freed(self) -> None:
-        """Zero what freed cells still hold: a mask adds -inf, which hides no NaN (invariant 9).
-
-        Cells that were filled again at once are left alone, so taking back a draft costs nothing.
-        """
-        top = self.table.n_kv(self.spec.padding)
-        is_free = self.table.positions[:top] < 0
-        stale = np.flatnonzero(self._written[:top] & is_free)
-        if len(stale):
-            self.store.wipe(stale)
-        np.logical_not(is_free, out=self._written[:top])
 
     def _require_shift(self, verb: str, needed: bool) -> None:
         if needed and not self.can_shift:
@@ -236,25 +274,3 @@ class AttentionCache:
                 f"{verb} would move positions, but the K rows of this cache cannot be rotated: "
                 "remove the cells and decode their tokens again"
             )
-
-    def _require_copy(self, verb: str) -> None:
-        if not self.store.can_copy:
-            raise NotSupported(f"{verb} needs a store that can copy cells; this one cannot")
-
-    def _copy_shared(self, seq_id: int, cells: Cells) -> None:
-        src = cell_numbers(self.table.shared(cells))
-        if len(src):
-            self._require_copy("moving the positions of shared cells")
-            dst = find_cells(self.table, len(src))
-            self.store.copy(src, dst)
-            self.table.split(seq_id, src, dst)
-            self._written[dst] = True
-
-    def _compact(self, max_moves: int) -> None:
-        table = self.table
-        moves = plan_moves(table.positions[: table.cell_max()] >= 0, max_moves)
-        if moves.n_runs:
-            self.store.copy(moves.src, moves.dst)
-            table.move(moves.src, moves.dst)
-            self._written[moves.dst] = True
-            table.head = table.used

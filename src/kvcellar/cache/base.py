@@ -10,6 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from kvcellar.batch import Batch
 from kvcellar.cache.placement import Placement
+from kvcellar.cache.transaction import Transaction
 from kvcellar.cache.view import CacheView
 from kvcellar.types import CacheSpec
 
@@ -68,6 +69,12 @@ class Cache(Protocol):
 
     def update(self) -> None:
         """Apply what is pending: first rotate K, then compact."""
+
+    def transaction(self) -> Transaction:
+        """What happens from here on can be taken back."""
+
+    def resize(self, size: int) -> None:
+        """Have so many cells, whatever is in them."""
 
     def place(
         self,

@@ -3,6 +3,9 @@
 Each hole among the first ``used`` cells is filled, from the left, with exactly as many used cells
 as it has room for, taken from the end of the cache; the cells of a hole keep their order. A run of
 neighbours counts as one move. Cells only move to the left, and none is both source and target.
+
+Fixed cells, which a transaction keeps, are neither holes nor moved: the others close up around
+them.
 """
 
 from __future__ import annotations
@@ -25,19 +28,24 @@ class Moves(NamedTuple):
     n_runs: int
 
 
-def plan_moves(occupied: BoolArray, max_moves: int | None = None) -> Moves:
+def plan_moves(
+    occupied: BoolArray, max_moves: int | None = None, fixed: BoolArray | None = None
+) -> Moves:
     """The moves that compact a cache, or the first ``max_moves`` of them.
 
     Args:
         occupied: whether each cell is used.
         max_moves: how many runs may be moved at most; None moves all.
+        fixed: whether each cell, used or not, has to be left as it is; None: no cell.
     """
     if max_moves is not None and max_moves < 1:
         raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
-    used = int(np.count_nonzero(occupied))
-    dst = np.flatnonzero(~occupied[:used])
-    tail = np.flatnonzero(occupied[used:]) + used
-    n = len(dst)
+    held = occupied if fixed is None else occupied | fixed
+    used = int(np.count_nonzero(held))
+    movable = occupied if fixed is None else occupied & ~fixed
+    tail = np.flatnonzero(movable[used:]) + used
+    n = len(tail)
+    dst = np.flatnonzero(~held[:used])[:n]
     if n == 0:
         return Moves(dst, tail, 0)
     starts = np.flatnonzero(np.diff(dst, prepend=-2) != 1)  # where each hole begins in dst
@@ -57,3 +65,9 @@ def plan_moves(occupied: BoolArray, max_moves: int | None = None) -> Moves:
 def fragmentation(cell_max: int, used: int) -> float:
     """The share of holes below ``cell_max``, from 0 to 1; small caches count as compact."""
     return 1.0 - used / cell_max if cell_max >= _WORTHWHILE else 0.0
+
+
+def check_threshold(defrag_threshold: float | None) -> None:
+    """Raise OptionError if compaction cannot be wanted from that share of holes on."""
+    if defrag_threshold is not None and not 0.0 <= defrag_threshold < 1.0:
+        raise OptionError(f"defrag_threshold is {defrag_threshold}: it must be in [0, 1)")

@@ -31,8 +31,7 @@ def find_cells(table: CellTable, n: int) -> Int64Array:
     Raises:
         CacheFull: fewer than n cells are free.
     """
-    if (free := table.size - table.used) < n:
-        raise CacheFull(n, free)
+    require_free(table, n)
     # Far behind everything that is used: better to look at the start again.
     head = 0 if table.head > table.used + 2 * n else table.head
     stop = table.size - n + 1
@@ -40,20 +39,28 @@ def find_cells(table: CellTable, n: int) -> Int64Array:
         start = _find_run(table, lo, hi, n)
         if start is not None:
             return np.arange(start, start + n)
-    ahead = np.flatnonzero(table.positions[head:] < 0)[:n] + head
-    behind = np.flatnonzero(table.positions[:head] < 0)[: n - len(ahead)]
+    ahead = np.flatnonzero(~table.taken(head, table.size))[:n] + head
+    behind = np.flatnonzero(~table.taken(0, head))[: n - len(ahead)]
     return np.concatenate((ahead, behind))
+
+
+def require_free(table: CellTable, n: int) -> None:
+    """Raise CacheFull, saying why, unless n cells may be filled."""
+    if (free := table.n_free()) < n:
+        kept = table.size - table.used - free
+        hint = f"{kept} more are kept until the transaction ends" if kept else ""
+        raise CacheFull(n, free, hint)
 
 
 def _find_run(table: CellTable, lo: int, hi: int, n: int) -> int | None:
     """The first start in ``[lo, hi)`` of n free neighbours."""
-    top, chunk = table.cell_max(), _CHUNK
+    top, chunk = table.cell_max() if table.reserved is None else table.size, _CHUNK
     run = at = lo  # cells run .. at are known to be free
     while run < hi:
         if at - run >= n or at >= top:
             return run
         end = min(at + chunk, top)
-        busy = table.positions[at:end] >= 0
+        busy = table.taken(at, end)
         if n == 1:
             first = int(busy.argmin())
             run = end if busy[first] else at + first

@@ -1,15 +1,17 @@
 """What a cache looks like at one moment, as a value that later changes do not reach.
 
 Printing a view shows a glyph a cell: the owner, ``+`` for several, a dot for a free cell. Large
-caches are shown in buckets of neighbouring cells, each by what most of them hold.
+caches are shown in buckets of neighbouring cells, each by what most of them hold. A terminal gets
+colours through rich, a notebook HTML, other programs JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,13 +24,22 @@ if TYPE_CHECKING:
     from kvcellar.cells import CellTable
 
 FREE, SHARED = -1, -2
+FIGURES = (
+    "n_cells",
+    "n_seq_max",
+    "token_count",
+    "used_cells",
+    "max_contiguous",
+    "max_contiguous_idx",
+)
+"""What a view counts, under the names of llama.cpp's view."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WIDTH = 64
 _MAX_GLYPHS = 1024
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CacheView:
     """The cells of a cache, and how full and how fragmented it is.
 
@@ -42,6 +53,7 @@ class CacheView:
     positions: Int32Array  # [n_cells], -1 in a free cell
     tokens: Int32Array  # [n_cells], -1 where not known
     owners: OwnerBits  # [n_words, n_cells]
+    texts: Mapping[int, str] = field(default_factory=dict)  # by token, as far as known
 
     @classmethod
     def of(cls, table: CellTable, n_seq_max: int | None = None) -> CacheView:
@@ -86,41 +98,101 @@ class CacheView:
     @cached_property
     def _holders(self) -> Int32Array:
         """For each cell its owner, ``SHARED`` or ``FREE``."""
-        rows, seq_ids = unpack_owners(self.owners)
         holders = np.full(self.n_cells, FREE, np.int32)
-        holders[rows] = seq_ids
-        holders[rows[1:][rows[1:] == rows[:-1]]] = SHARED
+        for i, words in enumerate(self.owners):
+            owned = np.flatnonzero(words)
+            bits = words[owned]
+            is_shared = (bits & (bits - np.uint64(1)) != 0) | (holders[owned] != FREE)
+            seq_ids = 64 * i + np.frexp(bits.astype(np.float64))[1] - 1
+            holders[owned] = np.where(is_shared, SHARED, seq_ids)
         return holders
 
-    def _glyphs(self) -> Iterator[int]:
-        """What each glyph stands for: a sequence, ``SHARED`` or ``FREE``."""
-        step = -(-self.n_cells // _MAX_GLYPHS)
-        if step == 1:
-            yield from self._holders.tolist()
-            return
-        for start in range(0, self.n_cells, step):
-            kinds, counts = np.unique(self._holders[start : start + step], return_counts=True)
-            yield int(kinds[counts.argmax()])
+    @property
+    def cells_per_glyph(self) -> int:
+        """How many neighbouring cells one glyph stands for."""
+        return -(-self.n_cells // _MAX_GLYPHS)
 
-    def _summary(self) -> str:
-        step = -(-self.n_cells // _MAX_GLYPHS)
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """What each glyph stands for: a sequence, ``SHARED`` or ``FREE``."""
+        step = self.cells_per_glyph
+        if step == 1:
+            return tuple(self._holders.tolist())
+        kinds = []
+        for start in range(0, self.n_cells, step):
+            found, counts = np.unique(self._holders[start : start + step], return_counts=True)
+            kinds.append(int(found[counts.argmax()]))
+        return tuple(kinds)
+
+    @property
+    def glyphs(self) -> str:
+        """The picture: a letter or digit for an owner, ``+`` for several, a dot for none."""
+        return "".join(_glyph(kind) for kind in self.kinds)
+
+    @property
+    def summary(self) -> str:
+        """The figures in a line."""
+        step = self.cells_per_glyph
         scale = "" if step == 1 else f", {step} cells a glyph"
         return (
             f"{self.used_cells} of {self.n_cells} cells used, {self.token_count} tokens, "
             f"longest free run {self.max_contiguous}{scale}"
         )
 
+    def with_texts(self, text_of: Callable[[int], str]) -> CacheView:
+        """The same view knowing what its tokens say, for HTML and JSON."""
+        known = np.unique(self.tokens[self.tokens >= 0]).tolist()
+        return replace(self, texts={token: text_of(token) for token in known})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as they go into JSON.
+
+        The figures under their names here, and ``cells``: for each used cell ``cell`` (its
+        number), ``position``, ``sequences`` (its owners, at most ``n_seq_max``), ``token`` (None
+        where not known) and ``text`` (None unless the view was told by :meth:`with_texts`).
+        """
+        rows = []
+        for cell in np.flatnonzero(self.positions >= 0).tolist():
+            token = int(self.tokens[cell])
+            rows.append(
+                {
+                    "cell": cell,
+                    "position": int(self.positions[cell]),
+                    "sequences": list(self.sequences[cell]),
+                    "token": token if token >= 0 else None,
+                    "text": self.texts.get(token),
+                }
+            )
+        return {**{name: getattr(self, name) for name in FIGURES}, "cells": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """:meth:`as_dict` as JSON text, in ASCII."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheView):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __str__(self) -> str:
-        text = "".join(_glyph(kind) for kind in self._glyphs())
+        text = self.glyphs
         lines = (text[i : i + _WIDTH] for i in range(0, len(text), _WIDTH))
-        return "\n".join((self._summary(), *lines))
+        return "\n".join((self.summary, *lines))
+
+    def _repr_html_(self) -> str:
+        from kvcellar.cache.view_html import render_html
+
+        return render_html(self)
 
     def __rich__(self) -> Text:
         """The view in colours: a colour an owner, dim dots for free cells."""
         from rich.text import Text
 
-        text = Text(self._summary())
-        for i, kind in enumerate(self._glyphs()):
+        text = Text(self.summary)
+        for i, kind in enumerate(self.kinds):
             text.append("\n" if i % _WIDTH == 0 else "")
             text.append(_glyph(kind), _style(kind))
         return text

@@ -2,29 +2,38 @@
 
 It is the oracle of the clever one, so it shares no code with it beyond the errors. ``content``
 stands for the K and V bytes of a cell, ``rotation`` for the position its K row is rotated to.
+A transaction is a copy of everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvcellar.errors import CacheFull
+from kvcellar.testing.naive_moves import naive_moves
 from kvcellar.types import Float16Array
+
+__all__ = ["NaiveCache", "NaiveCell", "NaiveToken", "naive_mask", "naive_moves"]
 
 
 @dataclass
 class NaiveCell:
-    """One cell."""
+    """One cell; whoever fills it may note its bytes, which then have to stay the same.
+
+    A rotation makes those of K void.
+    """
 
     pos: int = -1
     pending: int = 0
     token: int = -1
     owners: set[int] = field(default_factory=set)
     content: int = -1
+    turns: int = 0  # how often the K row has been rotated
+    k_rows: tuple[bytes, ...] | None = None  # a layer each
+    v_rows: tuple[bytes, ...] | None = None
 
     @property
     def rotation(self) -> int:
@@ -49,6 +58,8 @@ class NaiveCache:
         self.cells = [NaiveCell() for _ in range(size)]
         self.on_shared = on_shared
         self.head = 0
+        self.reserved: frozenset[int] = frozenset()
+        self.saved: list[NaiveCache] = []  # as it was when each open transaction began
 
     # -- questions
 
@@ -61,6 +72,11 @@ class NaiveCache:
     def token_count(self) -> int:
         """The sum of owners over cells."""
         return sum(len(cell.owners) for cell in self.cells)
+
+    @property
+    def n_free(self) -> int:
+        """How many cells may be filled."""
+        return len(self._free_cells())
 
     @property
     def cell_max(self) -> int:
@@ -141,23 +157,54 @@ class NaiveCache:
     def update(self) -> None:
         """Rotate what is pending."""
         for cell in self.cells:
-            cell.pending = 0
+            if cell.pending:
+                cell.pending, cell.turns, cell.k_rows = 0, cell.turns + 1, None
 
     def defrag(self, max_moves: int) -> None:
         """Compact, moving at most so many runs."""
-        used = self.used
-        moves = naive_moves([bool(cell.owners) for cell in self.cells], max_moves)
+        top = self.cell_max
+        fixed = {i for i in self.reserved if i < top}
+        held = {i for i in range(top) if self.cells[i].owners} | fixed
+        moves = naive_moves([bool(cell.owners) for cell in self.cells], max_moves, fixed)
         for src, dst in moves:
             self.cells[dst], self.cells[src] = self.cells[src], NaiveCell()
         if moves:
-            self.head = used
+            self.head = len(held)
+
+    def resize(self, size: int) -> None:
+        """Have so many cells, compacted if they would not fit."""
+        if self.used > size:
+            raise CacheFull(self.used, size)
+        if self.cell_max > size:
+            self.defrag(len(self.cells))
+        missing = size - len(self.cells)
+        self.cells = [*self.cells[:size], *(NaiveCell() for _ in range(missing))]
+        self.head = self.head if self.head < size else 0
+
+    # -- transactions
+
+    def begin(self) -> None:
+        """Begin a transaction."""
+        saved = self.copy()
+        self.saved.append(saved)
+        self.reserved |= {i for i, cell in enumerate(self.cells) if cell.owners}
+
+    def commit(self) -> None:
+        """End the innermost one and keep what happened."""
+        self.reserved = self.saved.pop().reserved
+
+    def rollback(self, depth: int) -> None:
+        """End all but the outermost ``depth`` ones and take back what happened in them."""
+        was = self.saved[depth].copy()
+        self.cells, self.head = was.cells, was.head
+        self.reserved, self.saved = was.reserved, was.saved
 
     # -- decoding
 
     def find(self, n: int) -> list[int]:
         """The cells that n tokens would take."""
         size = len(self.cells)
-        free = [i for i, cell in enumerate(self.cells) if not cell.owners]
+        free = self._free_cells()
         if len(free) < n:
             raise CacheFull(n, len(free))
         head = 0 if self.head > self.used + 2 * n else self.head
@@ -169,8 +216,8 @@ class NaiveCache:
 
     def place(self, tokens: Sequence[NaiveToken], n_ubatch: int) -> list[int]:
         """Place a batch, microbatch after microbatch; returns the cells taken."""
-        if self.used + len(tokens) > len(self.cells):
-            raise CacheFull(len(tokens), len(self.cells) - self.used)
+        if self.n_free < len(tokens):
+            raise CacheFull(len(tokens), self.n_free)
         self.update()
         taken: list[int] = []
         for start in range(0, len(tokens), n_ubatch):
@@ -190,9 +237,16 @@ class NaiveCache:
 
     def copy(self) -> NaiveCache:
         """An independent copy."""
-        return deepcopy(self)
+        other = NaiveCache(0, self.on_shared)
+        other.cells = [replace(cell, owners={*cell.owners}) for cell in self.cells]
+        other.head, other.reserved, other.saved = self.head, self.reserved, [*self.saved]
+        return other
 
     # -- steps
+
+    def _free_cells(self) -> list[int]:
+        cells = enumerate(self.cells)
+        return [i for i, cell in cells if not cell.owners and i not in self.reserved]
 
     def _in_range(self, p0: int, p1: int) -> list[int]:
         return [i for i, cell in enumerate(self.cells) if cell.owners and p0 <= cell.pos < p1]
@@ -216,33 +270,8 @@ class NaiveCache:
             self.cells[i].owners.remove(seq)
         for i, j in zip(staying, copies, strict=True):
             old = self.cells[i]
-            self.cells[j] = NaiveCell(old.pos, old.pending, old.token, {seq}, old.content)
+            self.cells[j] = replace(old, owners={seq})
         return sorted({*mine, *copies} - {*shared})
-
-
-def naive_moves(occupied: Sequence[bool], max_moves: int) -> list[tuple[int, int]]:
-    """The moves that compact these cells, one hole and one cell at a time, by source."""
-    cells, used = list(occupied), sum(occupied)
-    moves: list[tuple[int, int]] = []
-    n_runs, i = 0, 0
-    while i < used:
-        if cells[i]:
-            i += 1
-            continue
-        hole = 1
-        while i + hole < used and not cells[i + hole]:
-            hole += 1
-        sources = [j for j in range(len(cells)) if cells[j] and j >= used][-hole:]
-        for k, src in enumerate(sources):
-            if k == 0 or src != sources[k - 1] + 1:
-                if n_runs == max_moves:
-                    return sorted(moves)
-                n_runs += 1
-            moves.append((src, i + k))
-        for src, dst in moves:
-            cells[src], cells[dst] = False, True
-        i += hole
-    return sorted(moves)
 
 
 def naive_mask(tokens: Sequence[NaiveToken], cells: Sequence[NaiveCell], n_kv: int) -> Float16Array:

@@ -7,6 +7,7 @@ the right ones (invariants 6 and 7) without computing any.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -46,9 +47,9 @@ class NullStore:
         """There are no rows: raises NotSupported."""
         self._refuse(layer, part, cells)
 
-    def read_raw(self, layer: int, part: Part, cells: Int64Array) -> ByteArray:
-        """There are no rows: raises NotSupported."""
-        self._refuse(layer, part, cells)
+    def read_raw(self, layer: int, part: Part, cells: Int64Array) -> ByteArray:  # noqa: ARG002
+        """Rows of no byte."""
+        return np.empty((len(cells), 0), np.uint8)
 
     def write_raw(self, layer: int, part: Part, cells: Int64Array, rows: ByteArray) -> None:
         """Ignore the rows."""
@@ -64,6 +65,10 @@ class NullStore:
 
     def zero(self) -> None:
         """Nothing to zero."""
+
+    def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:  # noqa: ARG002
+        """Nothing to move."""
+        self._spec = replace(self._spec, size=size)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -89,6 +94,24 @@ class SignatureStore(NullStore):
         self.content[cells] = content
         self.rotation[cells] = positions
 
+    def read_raw(self, layer: int, part: Part, cells: Int64Array) -> ByteArray:  # noqa: ARG002
+        """The content of cells, and for K what it is rotated to."""
+        arrays = (self.content, self.rotation) if part == "k" else (self.content,)
+        return np.stack([array[cells] for array in arrays], axis=1).view(np.uint8)
+
+    def write_raw(
+        self,
+        layer: int,  # noqa: ARG002
+        part: Part,
+        cells: Int64Array,
+        rows: ByteArray,
+    ) -> None:
+        """Let cells hold what was read."""
+        values = np.ascontiguousarray(rows).view(np.int64)
+        self.content[cells] = values[:, 0]
+        if part == "k":
+            self.rotation[cells] = values[:, 1]
+
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy what cells hold."""
         if set(src.tolist()) & set(dst.tolist()):
@@ -110,3 +133,10 @@ class SignatureStore(NullStore):
         """Forget everything."""
         self.content.fill(-1)
         self.rotation.fill(0)
+
+    def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
+        """Move what cells hold to new arrays."""
+        super().resize(size, src, dst)
+        content, rotation = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        content[dst], rotation[dst] = self.content[src], self.rotation[src]
+        self.content, self.rotation = content, rotation

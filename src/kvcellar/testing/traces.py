@@ -2,6 +2,9 @@
 
 A trace is ``{"size", "padding", "steps"}``; a step has an ``op``, its arguments, and ``expect``.
 Caches replay with ``on_shared="move"``, since the reference moves a shared cell for every owner.
+
+The naive cache plays along and says which content each cell must hold, rotated to which position
+(invariants 6 and 7); a :class:`SignedStore` proves that its bytes are those.
 """
 
 from __future__ import annotations
@@ -11,16 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.compaction import plan_moves
 from kvcellar.errors import CacheFull
+from kvcellar.testing.naive import NaiveCache, NaiveToken
+from kvcellar.testing.signed import SignedStore, signed_spec
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.types import CacheSpec, LayerSpec, RopeSpec
+from kvcellar.types import MAX_POSITION, CacheSpec
 
 Step: TypeAlias = Mapping[str, Any]
-
-_LAYER = LayerSpec(n_head_kv=1, head_dim_k=2, head_dim_v=2, rope=RopeSpec("normal", 2))
 
 
 def load_traces(path: Path) -> list[dict[str, Any]]:
@@ -29,25 +34,35 @@ def load_traces(path: Path) -> list[dict[str, Any]]:
 
 
 class TraceReplay:
-    """Plays a trace on an attention cache and raises AssertionError where they part."""
+    """Plays a trace on an attention cache and raises AssertionError where they part.
 
-    def __init__(self, trace: Mapping[str, Any], n_seq_max: int = 8) -> None:
-        spec = CacheSpec(trace["size"], n_seq_max, (_LAYER,), padding=trace["padding"])
-        self.store = SignatureStore(spec)
+    Args:
+        trace: what to play.
+        n_seq_max: how many sequences the cache has.
+        make_store: from a spec of f32 rows; a store without bytes by default.
+        flash_attn: which layout of V the spec has.
+    """
+
+    def __init__(
+        self,
+        trace: Mapping[str, Any],
+        n_seq_max: int = 8,
+        make_store: Callable[[CacheSpec], SignatureStore] = SignatureStore,
+        *,
+        flash_attn: bool = True,
+    ) -> None:
+        spec = signed_spec(trace["size"], n_seq_max, trace["padding"], flash_attn)
+        self.store = make_store(spec)
         self.cache = AttentionCache(spec, self.store, on_shared="move")
+        self.naive = NaiveCache(spec.size, on_shared="move")
+        self.n_decoded = 0
         self.steps: Sequence[Step] = trace["steps"]
         self.n_kv = 0
         self._plain: dict[str, Callable[[Step], object]] = {
             "decode": self._decode,
             "defrag": self._defrag,
             "view": self._view,
-            "seq_rm": lambda s: self.cache.seq_rm(s["seq"], s["p0"], s["p1"]),
-            "seq_cp": lambda s: self.cache.seq_cp(s["src"], s["dst"], s["p0"], s["p1"]),
-            "seq_keep": lambda s: self.cache.seq_keep(s["seq"]),
-            "seq_add": lambda s: self.cache.seq_add(s["seq"], s["p0"], s["p1"], s["delta"]),
-            "seq_div": lambda s: self.cache.seq_div(s["seq"], s["p0"], s["p1"], s["d"]),
             "seq_pos_max": lambda s: self.cache.seq_pos_max(s["seq"]),
-            "clear": lambda _: self.cache.clear(),
             "cell_max": lambda _: self.cache.cell_max(),
             "token_count": lambda _: self.cache.token_count,
         }
@@ -55,9 +70,27 @@ class TraceReplay:
     def run(self) -> None:
         """Play every step, proving the cache's invariants after each."""
         for number, step in enumerate(self.steps):
-            result = self._plain[step["op"]](step)
+            result = self._play(step)
             self.cache.check()
+            self._check_rows()
             self._compare(f"step {number}, {step['op']}", step["expect"], result)
+
+    def _play(self, step: Step) -> object:
+        op = step["op"]
+        if op in self._plain:
+            return self._plain[op](step)
+        arguments = [value for key, value in step.items() if key not in ("op", "expect")]
+        bounds = [_closed(key, value) for key, value in step.items() if key not in ("op", "expect")]
+        getattr(self.naive, op)(*bounds)
+        return getattr(self.cache, op)(*arguments)
+
+    def _check_rows(self) -> None:
+        """Every cell with an owner holds what the naive cache says, and the bytes of that."""
+        for i, cell in enumerate(self.naive.cells):
+            held = (int(self.store.content[i]), int(self.store.rotation[i]))
+            assert not cell.owners or held == (cell.content, cell.rotation), f"cell {i}: {held}"
+        if isinstance(self.store, SignedStore):
+            self.store.check_rows()
 
     def _compare(self, where: str, expect: Step, result: object) -> None:
         if expect.get("fragmented"):
@@ -90,17 +123,30 @@ class TraceReplay:
             assert free == step["expect"]["free"]
             assert self.state() == before
             return False
+        numbers = np.arange(self.n_decoded, self.n_decoded + len(batch))
+        self._place_naively(step, numbers.tolist())
         with placement:
             for plan in placement.plans():
                 self.n_kv = plan.n_kv
+                self.store.fill(plan.cells, numbers[plan.micro.rows], plan.micro.positions)
         cells = placement.cells.tolist()
         return [cells[0], cells[-1] + 1]
+
+    def _place_naively(self, step: Step, numbers: list[int]) -> None:
+        self.n_decoded += len(numbers)
+        tokens = zip(step["tokens"], numbers, strict=True)
+        self.naive.place(
+            [NaiveToken(0, t["pos"], frozenset(t["seqs"]), number) for t, number in tokens],
+            len(numbers),
+        )
 
     def _defrag(self, step: Step) -> list[list[int]]:
         table = self.cache.table
         moves = plan_moves(table.positions[: table.cell_max()] >= 0, step["max_moves"])
         self.cache.defrag(step["max_moves"])
         self.cache.update()
+        self.naive.update()
+        self.naive.defrag(step["max_moves"])
         return [[int(a), int(b)] for a, b in zip(moves.src, moves.dst, strict=True)]
 
     def _view(self, step: Step) -> dict[str, object]:
@@ -113,3 +159,10 @@ class TraceReplay:
             "max_contiguous_idx": view.max_contiguous_idx,
             "sequences": [list(owners) for owners in view.sequences],
         }
+
+
+def _closed(key: str, bound: int) -> int:
+    """An open bound of a range as a number."""
+    if key == "p0":
+        return max(bound, 0)
+    return MAX_POSITION if key == "p1" and bound < 0 else bound

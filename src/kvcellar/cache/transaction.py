@@ -1,0 +1,209 @@
+"""Trying something in a cache and taking it back.
+
+::
+
+    with cache.transaction() as t:
+        ...                             # decodes, edits, shifts, compaction
+        t.rollback()                    # as an exception would
+
+A rollback restores the cells, positions, owners, tokens, pending shifts, head, a request for
+compaction, and the map (sequence, position) → (K, V) bit for bit (invariant 7), every row in the
+cell where it was. It needs no copy of the rows: cells that were held when a transaction began are
+*reserved* until it ends, and nothing but a rotation touches their bytes:
+
+1. Freed inside, they are neither filled again nor wiped. ``CacheFull`` counts them as not free.
+2. Compaction neither moves nor fills them; cells that were placed inside do move.
+3. Before their K rows are rotated, the rows are kept as they are stored, and a rollback writes them
+   back: exact for every type, where rotating back would be within rounding. That costs memory: at
+   most the K rows of the cells held when the transaction began.
+4. ``clear`` frees them; that their bytes are zeroed waits until the outermost transaction ends.
+
+Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer
+one by a rollback ends those within it; it cannot be committed while one is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, Protocol, TypeAlias
+
+from kvcellar.backends.base import KVStore
+from kvcellar.cells import CellTable
+from kvcellar.errors import AllocationError, CacheError
+from kvcellar.types import BoolArray, ByteArray, Int64Array
+
+Undo: TypeAlias = Callable[[], None]
+Remember: TypeAlias = Callable[[], Undo]
+"""Called when a transaction begins; what it returns is called if that is rolled back."""
+
+
+class Host(Protocol):
+    """What a transaction needs of its cache."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a batch has been placed and neither committed nor released."""
+
+    def abandon(self) -> None:
+        """Release that batch's cells."""
+
+    def zero_freed(self) -> None:
+        """Zero what free cells still hold."""
+
+
+class Transaction:
+    """Everything that happens to a cache from its begin to its end, to be kept or taken back.
+
+    As a context manager it commits when the block ends, and rolls back when it ends by an
+    exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
+    """
+
+    def __init__(self, journal: Journal, outer: Transaction | None) -> None:
+        table, store = journal.table, journal.store
+        held: BoolArray = table.positions >= 0
+        self.reserved: BoolArray = held if outer is None else held | outer.reserved
+        self.zero_later = False
+        self.rows = KeptRows(store, held)
+        self._journal = journal
+        self._outer = outer
+        self._saved = table.save()
+        self._undos = [remember() for remember in journal.watchers]
+        self._state: Literal["open", "committed", "rolled back"] = "open"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or rolled back."""
+        return self._state == "open"
+
+    def commit(self) -> None:
+        """Keep what happened; an outer transaction can still take it back.
+
+        Raises:
+            CacheError: it has ended already, an inner one is open, or a batch is being decoded.
+        """
+        journal = self._journal
+        if self._state != "open":
+            raise CacheError(f"this transaction is {self._state} already")
+        if journal.open[-1] is not self:
+            raise CacheError("a transaction within this one is open: end that one first")
+        if journal.host.is_decoding:
+            raise CacheError("a batch is being decoded: commit or release its placement first")
+        self._end("committed")
+        if self._outer is not None:
+            self._outer.rows.take(self.rows)
+            self._outer.zero_later |= self.zero_later
+        elif self.zero_later:
+            journal.host.zero_freed()
+
+    def rollback(self) -> None:
+        """Take back what happened, what inner transactions committed included.
+
+        A batch that is being decoded is released. A second time does nothing.
+
+        Raises:
+            CacheError: it was committed.
+        """
+        journal = self._journal
+        if self._state == "committed":
+            raise CacheError("this transaction is committed and cannot be taken back")
+        if self._state == "rolled back":
+            return
+        journal.host.abandon()
+        while journal.open[-1] is not self:
+            journal.open[-1].rollback()
+        self.rows.write_back()
+        journal.table.load(self._saved)
+        self._end("rolled back")
+        for undo in reversed(self._undos):
+            undo()
+
+    def _end(self, state: Literal["committed", "rolled back"]) -> None:
+        self._state = state
+        self._journal.open.pop()
+        self._journal.table.reserved = None if self._outer is None else self._outer.reserved
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            if self.is_open:
+                self.rollback()
+            return
+        try:
+            if self.is_open:
+                self.commit()
+        except BaseException:
+            self.rollback()
+            raise
+
+
+class Journal:
+    """The open transactions of one cache, the innermost last."""
+
+    def __init__(self, host: Host, table: CellTable, store: KVStore) -> None:
+        self.host = host
+        self.table = table
+        self.store = store
+        self.open: list[Transaction] = []
+        self.watchers: list[Remember] = []
+
+    def begin(self) -> Transaction:
+        """A new transaction within those that are open."""
+        transaction = Transaction(self, self.open[-1] if self.open else None)
+        self.open.append(transaction)
+        self.table.reserved = transaction.reserved
+        return transaction
+
+    def before_rotation(self, cells: Int64Array) -> None:
+        """Keep the K rows of these cells, as far as an open transaction may want them back.
+
+        Raises:
+            AllocationError: there is no memory for them.
+        """
+        if self.open:
+            self.open[-1].rows.keep(cells)
+
+
+class KeptRows:
+    """K rows of cells as they are stored, those of each wanted cell at most once."""
+
+    def __init__(self, store: KVStore, wanted: BoolArray) -> None:
+        self._store = store
+        self._wanted = wanted.copy()  # not kept yet
+        self._layers = [i for i, layer in enumerate(store.spec.layers) if layer.rope is not None]
+        self._pieces: list[tuple[Int64Array, list[ByteArray]]] = []
+
+    def keep(self, cells: Int64Array) -> None:
+        """Keep the rows of those cells that are wanted and not kept yet."""
+        cells = cells[self._wanted[cells]]
+        if len(cells):
+            try:
+                rows = [self._store.read_raw(i, "k", cells) for i in self._layers]
+            except MemoryError:
+                n_bytes = self._store.spec.bytes_per_cell * len(cells)
+                raise AllocationError("the K rows that a rollback needs", n_bytes) from None
+            self._add(cells, rows)
+
+    def take(self, inner: KeptRows) -> None:
+        """Keep what an inner transaction kept: it stood so when the inner one began, and before."""
+        for cells, rows in inner._pieces:
+            mine = self._wanted[cells]
+            if mine.any():
+                self._add(cells[mine], [part[mine] for part in rows])
+
+    def write_back(self) -> None:
+        """Let every row stand as it was kept."""
+        for cells, rows in self._pieces:
+            for layer, part in zip(self._layers, rows, strict=True):
+                self._store.write_raw(layer, "k", cells, part)
+
+    def _add(self, cells: Int64Array, rows: list[ByteArray]) -> None:
+        self._wanted[cells] = False
+        self._pieces.append((cells, rows))

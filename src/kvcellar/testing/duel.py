@@ -1,0 +1,278 @@
+"""An attention cache and its naive oracle, driven side by side.
+
+Every method does one thing to both and raises AssertionError where they part; :meth:`Duel.check`
+compares everything. What fails must change nothing: no byte, no cell, no head (invariant 5). Each
+used cell must hold the right rows, and rows that were not rotated must stay bit for bit the same
+(invariants 6 and 7).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import numpy as np
+
+from kvcellar.batch import Batch
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import OnShared
+from kvcellar.cache.placement import Placement
+from kvcellar.cache.transaction import Transaction
+from kvcellar.errors import (
+    AllocationError,
+    BatchError,
+    CacheError,
+    CacheFull,
+    PositionError,
+    SequenceIdError,
+)
+from kvcellar.testing.agreement import N_SEQ, check_agreement, snapshot
+from kvcellar.testing.naive import NaiveCache, NaiveToken, naive_mask
+from kvcellar.testing.signs import Setup, fill
+from kvcellar.types import MAX_POSITION, Int64Array
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt while a batch is computed."""
+
+
+class Duel:
+    """One cache, one oracle; ``broken`` names a method of the store that fails at first."""
+
+    def __init__(
+        self, setup: Setup, size: int, padding: int = 1, on_shared: OnShared = "copy"
+    ) -> None:
+        spec = setup.spec(size, padding, N_SEQ)
+        self.store = setup.store(spec)
+        self.cache = AttentionCache(spec, self.store, on_shared)
+        self.naive = NaiveCache(size, on_shared)
+        self.broken: str | None = None
+        self._contents = itertools.count()
+        self._open: list[Transaction] = []
+
+    def close(self) -> None:
+        """Give the store back."""
+        self.store.close()
+
+    @property
+    def depth(self) -> int:
+        """How many transactions are open."""
+        return len(self._open)
+
+    # -- decoding
+
+    def decode(
+        self,
+        owners: Sequence[frozenset[int]],
+        gaps: Sequence[int],
+        n_ubatch: int,
+        fail_at: int | None = None,
+    ) -> None:
+        """Decode; or be interrupted at a microbatch, which leaves everything as it was."""
+        tokens = self._tokens(owners[: self.naive.n_free + 1], gaps)
+        batch = Batch()
+        for token in tokens:
+            batch.add(token.token, token.pos, sorted(token.owners))
+        after, rotated = self.naive.copy(), self.naive.copy()
+        try:
+            after.place(tokens, n_ubatch)
+        except CacheFull:
+            self.refused(CacheFull, lambda: self.cache.place(batch, n_ubatch, coupled="any"))
+            return
+        rotated.update()
+        try:
+            with self.cache.place(batch, n_ubatch, coupled="any") as placement:
+                self._compute(placement, tokens, after, fail_at)
+            self.naive = after
+        except Interrupted:
+            self.naive = rotated
+
+    def _tokens(self, owners: Sequence[frozenset[int]], gaps: Sequence[int]) -> list[NaiveToken]:
+        last = {seq: self.naive.pos_max(seq) for seq in range(N_SEQ)}
+        tokens = []
+        for group, gap in zip(owners, gaps, strict=False):
+            pos = max(last[seq] for seq in group) + 1 + gap
+            last.update(dict.fromkeys(group, pos))
+            content = next(self._contents)
+            tokens.append(NaiveToken(content % 7, pos, group, content))
+        return tokens
+
+    def _compute(
+        self,
+        placement: Placement,
+        tokens: Sequence[NaiveToken],
+        after: NaiveCache,
+        fail_at: int | None,
+    ) -> None:
+        for i, plan in enumerate(placement.plans()):
+            part = [tokens[row] for row in plan.micro.rows]
+            contents: Int64Array = np.array([token.content for token in part], np.int64)
+            fill(self.store, plan.cells, contents, plan.micro.positions)
+            if i == fail_at:
+                raise Interrupted
+            want = naive_mask(part, after.cells, plan.n_kv)
+            np.testing.assert_array_equal(plan.mask, want)
+            assert plan.n_kv == self.cache.spec.size or plan.n_kv % self.cache.spec.padding == 0
+
+    def decode_at_a_position_that_is_taken(self, owners: frozenset[int], back: int) -> None:
+        """Positions that do not rise are refused."""
+        pos = max(self.naive.pos_max(seq) for seq in owners) - back
+        if pos >= 0:
+            self.refused(PositionError, lambda: self._place(pos, owners))
+
+    def decode_a_token_of_sequences_that_differ(self, owners: frozenset[int]) -> None:
+        """A shared token is refused unless its owners hold the same cells."""
+        if not self.naive.is_coupled(owners):
+            pos = max(self.naive.pos_max(seq) for seq in owners) + 1
+            self.refused(BatchError, lambda: self._place(pos, owners))
+
+    def _place(self, pos: int, owners: frozenset[int]) -> None:
+        self.cache.place(Batch().add(0, pos, sorted(owners)), 4)
+
+    # -- verbs
+
+    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
+        """Remove a range."""
+        assert self.cache.seq_rm(seq, p0, p1) is True
+        self.naive.seq_rm(seq, *_closed(p0, p1))
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Share a range."""
+        self.cache.seq_cp(src, dst, p0, p1)
+        self.naive.seq_cp(src, dst, *_closed(p0, p1))
+
+    def seq_keep(self, seq: int) -> None:
+        """Keep one sequence."""
+        self.cache.seq_keep(seq)
+        self.naive.seq_keep(seq)
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move a range, if there is room for copies of shared cells."""
+        self._both(
+            lambda: self.cache.seq_add(seq, p0, p1, delta),
+            lambda naive: naive.seq_add(seq, *_closed(p0, p1), delta),
+        )
+
+    def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
+        """Divide a range, if there is room for copies of shared cells."""
+        self._both(
+            lambda: self.cache.seq_div(seq, p0, p1, d),
+            lambda naive: naive.seq_div(seq, *_closed(p0, p1), d),
+        )
+
+    def clear(self, data: bool = True) -> None:
+        """Empty the cache."""
+        self.cache.clear(data)
+        self.naive.clear()
+
+    def update(self) -> None:
+        """Rotate what is pending."""
+        self._both(self.cache.update, NaiveCache.update)
+
+    def defrag(self, max_moves: int) -> None:
+        """Compact."""
+        self.update()
+        self.cache.defrag(max_moves)
+        self._both(self.cache.update, lambda naive: naive.defrag(max_moves))
+
+    def resize(self, size: int) -> None:
+        """Have so many cells, if they hold what is used and no transaction is open."""
+        if self._open:
+            self.refused(CacheError, lambda: self.cache.resize(size))
+        else:
+            self._both(lambda: self.cache.resize(size), lambda naive: naive.resize(size))
+
+    def unknown_sequence(self, seq: int) -> None:
+        """Ids out of range are refused by every verb."""
+        for call in (
+            lambda: self.cache.seq_rm(seq),
+            lambda: self.cache.seq_cp(seq, 0),
+            lambda: self.cache.seq_cp(0, seq),
+            lambda: self.cache.seq_keep(seq),
+            lambda: self.cache.seq_add(seq, 0, -1, 1),
+            lambda: self.cache.seq_div(seq, 0, -1, 2),
+            lambda: self.cache.seq_pos_max(seq),
+        ):
+            self.refused(SequenceIdError, call)
+
+    # -- transactions
+
+    def begin(self) -> None:
+        """Begin a transaction, within those that are open."""
+        self._open.append(self.cache.transaction())
+        self.naive.begin()
+
+    def commit(self) -> None:
+        """Keep what happened in the innermost one; an outer one has to wait."""
+        if len(self._open) > 1:
+            self.refused(CacheError, self._open[0].commit)
+        self._open.pop().commit()
+        self.naive.commit()
+
+    def rollback(self, depth: int) -> None:
+        """Take back all but the outermost ``depth`` transactions."""
+        self._open[depth].rollback()
+        assert not any(t.is_open for t in self._open[depth:])
+        del self._open[depth:]
+        self.naive.rollback(depth)
+
+    # -- failures
+
+    def _both(self, real: Callable[[], None], naive: Callable[[NaiveCache], None]) -> None:
+        after = self.naive.copy()
+        try:
+            naive(after)
+        except CacheFull:
+            self.refused(CacheFull, real)
+            return
+        if not self._survives_broken_store(real):
+            real()
+        self.naive = after
+
+    def _survives_broken_store(self, call: Callable[[], None]) -> bool:
+        """Whether the call works although a method of the store fails; else nothing changed."""
+        if self.broken is None:
+            return False
+        before = snapshot(self.cache, only_used=True)
+        try:
+            with self._breaking(self.broken):
+                call()
+        except AllocationError:
+            assert snapshot(self.cache, only_used=True) == before
+            return False
+        return True
+
+    @contextmanager
+    def _breaking(self, method: str) -> Iterator[None]:
+        works = getattr(self.store, method)
+
+        def fail(*args: Int64Array) -> NoReturn:
+            if method == "copy":
+                works(*args)  # the worst case: it fails when all of it is done
+            raise AllocationError("a test", 1)
+
+        setattr(self.store, method, fail)
+        try:
+            yield
+        finally:
+            setattr(self.store, method, works)
+
+    def refused(self, error: type[Exception], call: Callable[[], object]) -> None:
+        """The call raises and changes nothing, not even a byte of a free cell."""
+        before = snapshot(self.cache)
+        try:
+            call()
+        except error:
+            assert snapshot(self.cache) == before, f"{error.__name__} changed something"
+        else:
+            raise AssertionError(f"{error.__name__} was not raised")
+
+    def check(self) -> None:
+        """Compare all there is."""
+        check_agreement(self.cache, self.naive)
+
+
+def _closed(p0: int, p1: int) -> tuple[int, int]:
+    return max(p0, 0), MAX_POSITION if p1 < 0 else p1
