@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
     from kvcellar.runtime.sampler import SamplerOptions
     from kvcellar.runtime.sequence import Sequence
+    from kvcellar.runtime.shifting import ContextShift
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Batch",
     "CacheSpec",
     "Context",
+    "ContextShift",
     "KVCellarError",
     "KVType",
     "LayerSpec",
@@ -41,6 +43,7 @@ _HOME = {
     "Batch": "kvcellar.batch",
     "CacheSpec": "kvcellar.types",
     "Context": "kvcellar.runtime.context",
+    "ContextShift": "kvcellar.runtime.shifting",
     "KVCellarError": "kvcellar.errors",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",

@@ -21,7 +21,7 @@ raises one of these has changed nothing (invariant 5), unless its docstring says
     │   ├── TokenizerError          a vocabulary, or text, that cannot be handled
     │   └── TemplateError           a chat template that is absent or fails
     ├── BackendError
-    │   ├── LibraryError            libggml is absent or of another version
+    │   ├── LibraryError            a backend's library is absent or of another version
     │   ├── AllocationError         a buffer could not be had; names it and its bytes
     │   └── ComputeError            a graph failed to compute
     └── ClosedError                 a model, context or sequence used after close()
@@ -106,7 +106,7 @@ class BackendError(KVCellarError):
 
 
 class LibraryError(BackendError):
-    """libggml cannot be loaded or is of another version."""
+    """A backend's library cannot be loaded or is of another version."""
 
 
 class AllocationError(BackendError):

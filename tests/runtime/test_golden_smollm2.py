@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.runtime.shifting import ContextShift
 from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
 
 pytestmark = pytest.mark.model
@@ -90,10 +91,22 @@ def test_context_shift_loses_nothing_else(golden: dict[str, Any], model: Model, 
     keep, discard = case["keep"], case["discard"]
     with model.context(n_ctx=512, n_seq_max=1, type_k=kind, type_v=kind) as context:
         sequence = context.sequence(case["prompt"])
-        context.cache.seq_rm(0, keep, keep + discard)
-        context.cache.seq_add(0, keep + discard, -1, -discard)
+        assert sequence.shift_context(keep, discard) == discard
+        assert sequence.tokens == case["prompt"][:keep] + case["prompt"][keep + discard :]
         sequence.append([case["then"]])
         assert_close(sequence.logits, case["last"], loose=kind != "f16")
+
+
+def test_a_long_text_in_a_small_cache_stays_sensible(model: Model) -> None:
+    with model.context(n_ctx=64, n_seq_max=1) as context:
+        sequence = context.sequence("Once upon a time there was a little girl who")
+        start = sequence.tokens[:6]
+        sequence.generate(150, shift=ContextShift(keep=6, discard=16), temperature=0.7, seed=1)
+        tokens = sequence.tokens
+    assert tokens[:6] == start
+    assert len(tokens) <= 65
+    with model.context(n_ctx=512, n_seq_max=1) as context:
+        assert mean_nll(context, tokens[6:]) < 3.5  # guessing costs 10.8
 
 
 @pytest.mark.slow

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcellar.backends.ggml.graph import GgmlExecutor
-from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.errors import ClosedError, ComputeError, SequenceIdError
-from kvcellar.runtime.options import ContextOptions
+from kvcellar.cache.compaction import check_threshold
+from kvcellar.cache.view import CacheView
+from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
+from kvcellar.runtime.undo import remember_sequences
 from kvcellar.types import CacheSpec, Float32Array
 
 if TYPE_CHECKING:
@@ -42,16 +43,17 @@ class Context:
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         spec = options.cache_spec(model.spec)
+        check_threshold(options.defrag_threshold)
         self.model = model
         self.timings = Timings()
         self._n_ubatch = options.n_ubatch
-        self._store = GgmlStore(spec, model.backend)
-        self.cache = AttentionCache(spec, self._store)
-        self._executor = GgmlExecutor(model.backend, self._store, model.architecture.forward)
+        self._store, self._executor = model.open_cache(spec)
+        self.cache = AttentionCache(spec, self._store, defrag_threshold=options.defrag_threshold)
         self._free_ids = list(range(spec.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
         self._lock = threading.RLock()
         self._closed = False
+        self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
 
     @property
     def spec(self) -> CacheSpec:
@@ -104,6 +106,31 @@ class Context:
         with self._lock:
             self._check_open()
             return self._decode(batch)
+
+    def resize(self, n_ctx: int) -> None:
+        """Have so many cells, while sequences live: none of them notices.
+
+        A smaller cache is compacted if what is held would not fit otherwise. Old and new buffers
+        exist side by side for a moment.
+
+        Raises:
+            OptionError: ``n_ctx`` outside its range.
+            CacheFull: more cells are used; nothing has changed.
+            AllocationError: the new buffers cannot be had; nothing has changed.
+            CacheError: a transaction is open.
+        """
+        with self._lock:
+            self._check_open()
+            self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """What ``cache.view`` gives, knowing the tokens' texts where the model has a tokenizer."""
+        view = self.cache.view(n_seq_max)
+        tokenizer = self.model.tokenizer
+        try:
+            return view.with_texts(lambda t: tokenizer.token_bytes(t).decode("utf-8", "replace"))
+        except TokenizerError:  # there is no vocabulary
+            return view
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""

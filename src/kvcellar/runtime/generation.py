@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.sampler import Sampler, SamplerOptions
+from kvcellar.runtime.shifting import ContextShift
 from kvcellar.runtime.stopping import StopMatcher
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Generation:
         sequence: Sequence,
         max_tokens: int | None,
         stop: str | Iterable[str],
+        shift: ContextShift | None,
         options: SamplerOptions | None,
         sampling: dict[str, Any],
     ) -> None:
@@ -37,6 +39,7 @@ class Generation:
             None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31)
         )
         self._matcher = StopMatcher([stop] if isinstance(stop, str) else list(stop))
+        self._shift = shift
         self._sampler = Sampler(merge_options(options, sampling))
         self._tokenizer = sequence.context.model.tokenizer
         self._history = sequence.tokens
@@ -63,6 +66,8 @@ class Generation:
         sequence, stops = self._sequence, self._tokenizer.stop_ids
         n_generated = 0
         while self._limit is None or n_generated < self._limit:
+            if self._shift is not None:
+                sequence.make_room(self._shift)
             token = self._sampler.sample(sequence.logits, self._history)
             if token in stops:
                 sequence.finish_reason = "stop_token"

@@ -28,6 +28,8 @@ class ContextOptions:
         flash_attn: how attention runs over f16, bf16 or f32 V. True: V is kept a row a cell, which
             suits several sequences in one pool. False: V lies across, which suits one sequence.
             None: False for one sequence with such a V, else True.
+        defrag_threshold: the share of holes beyond which the cache is compacted unasked, a few
+            runs of cells a decode; None: never. Nothing depends on it but speed.
     """
 
     n_ctx: int | None = None
@@ -36,6 +38,7 @@ class ContextOptions:
     type_k: str | KVType = KVType.F16
     type_v: str | KVType = KVType.F16
     flash_attn: bool | None = None
+    defrag_threshold: float | None = None
 
     def cache_spec(self, model: ModelSpec) -> CacheSpec:
         """The cache that these options ask for.
