@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.gguf import GgufFile
@@ -23,6 +24,9 @@ from kvcellar.types import KVType
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
 
+    Memory is given back by :meth:`close`, at the end of a ``with`` block, or when the last reference
+    is gone; that holds for contexts too.
+
     Args:
         path: a GGUF file.
         n_threads: how many threads compute; all available processors when None.
@@ -38,12 +42,12 @@ class Model:
         file = GgufFile(path)
         self.path = file.path
         self.metadata: Mapping[str, object] = file.metadata
-        self._weights = GgmlWeights(file)
-        self.backend = GgmlBackend(n_threads)
-        self.architecture = load_architecture(file.metadata, self._weights)
         self.weight_bytes = sum(info.n_bytes for info in file.tensors.values())
-        self._contexts: list[Context] = []
+        self._weights = GgmlWeights(file)
+        self._contexts: WeakSet[Context] = WeakSet()
         self._closed = False
+        self.architecture = load_architecture(file.metadata, self._weights)
+        self.backend = GgmlBackend(n_threads)
 
     @classmethod
     def from_gguf(cls, path: str | Path, *, n_threads: int | None = None) -> Model:
@@ -93,7 +97,7 @@ class Model:
             raise ClosedError(f"the model {self.path.name} is closed")
         options = ContextOptions(n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn)
         context = Context(self, options)
-        self._contexts.append(context)
+        self._contexts.add(context)
         return context
 
     def close(self) -> None:
@@ -101,8 +105,8 @@ class Model:
         if self._closed:
             return
         self._closed = True
-        while self._contexts:
-            self._contexts.pop().close()
+        for context in list(self._contexts):
+            context.close()
         self.backend.close()
         self._weights.close()
 

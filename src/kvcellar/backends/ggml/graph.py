@@ -89,6 +89,8 @@ class Graph:
 class GraphCache:
     """The most recently used graphs of one model over one store."""
 
+    _allocator: int | None = None
+
     def __init__(self, backend: GgmlBackend, store: GgmlStore, forward: Forward[int]) -> None:
         self._api = backend.api
         self._store = store
@@ -96,7 +98,7 @@ class GraphCache:
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
-        self._allocator: int | None = self._api.ggml_gallocr_new(kind)
+        self._allocator = self._api.ggml_gallocr_new(kind)
         self._n_bytes = 0
 
     @property
@@ -122,12 +124,16 @@ class GraphCache:
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
+        if self._allocator is None:
+            return
         self._drop_all()
         self._constants.close()
-        if self._allocator is not None:
-            self._api.ggml_gallocr_free(self._allocator)
-            self._allocator = None
-            self._n_bytes = 0
+        self._api.ggml_gallocr_free(self._allocator)
+        self._allocator = None
+        self._n_bytes = 0
+
+    def __del__(self) -> None:
+        self.close()
 
     def _reset(self) -> None:
         self._api.ggml_gallocr_free(self._allocator)

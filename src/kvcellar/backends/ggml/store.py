@@ -39,6 +39,7 @@ class GgmlStore:
     """
 
     can_copy = True
+    _context: int | None = None
 
     def __init__(self, spec: CacheSpec, backend: GgmlBackend | None = None) -> None:
         _check_types(spec)
@@ -48,7 +49,7 @@ class GgmlStore:
         self._api = load().api
         self.k: list[int] = []
         self.v: list[int] = []
-        self._context: int | None = self._declare()
+        self._context = self._declare()
         self._buffer: int | None = self._allocate()
         self._rows: dict[Part, list[CellRows]] = {
             "k": [RowMajor(t) for t in self.k],
@@ -137,6 +138,9 @@ class GgmlStore:
         self._api.ggml_backend_buffer_free(self._buffer)
         self._api.ggml_free(self._context)
         self._context = self._buffer = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _check_types(spec: CacheSpec) -> None:
