@@ -34,6 +34,7 @@ class Context:
         model: the model.
         cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
         timings: how long decoding took.
+        n_ubatch: how many tokens are computed at once.
 
     Raises:
         OptionError: an option outside its range.
@@ -44,7 +45,7 @@ class Context:
         spec = options.cache_spec(model.spec)
         self.model = model
         self.timings = Timings()
-        self._n_ubatch = options.n_ubatch
+        self.n_ubatch = options.n_ubatch
         self._store = GgmlStore(spec, model.backend)
         self.cache = AttentionCache(spec, self._store)
         self._executor = GgmlExecutor(model.backend, self._store, model.architecture.forward)
@@ -149,7 +150,7 @@ class Context:
         in_graphs = 0.0
         spec = self.model.spec
         with self.cache.place(
-            batch, self._n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
+            batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
         ) as placement:
             for plan in placement.plans():
                 before = perf_counter()

@@ -68,7 +68,7 @@ class Sequence:
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
-        return self.context.cache.table.seq_count(self.seq_id) + len(self._pending)
+        return self._n_held() + len(self._pending)
 
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Add text or token ids and compute them; returns the sequence itself.
@@ -196,9 +196,19 @@ class Sequence:
         return list(prompt)
 
     def _compute(self, ids: list[int]) -> None:
-        logits = self.context.decode(Batch.of(ids, seq_id=self.seq_id, logits="last"))
-        self._logits = logits[-1]
-        self._pending = []
+        pending, n_held = self._pending, self._n_held()
+        self._pending, self._logits = [], None
+        try:
+            batch = Batch.of(ids, seq_id=self.seq_id, logits="last")
+            self._logits = self.context.decode(batch)[-1]
+        except BaseException:
+            # Ctrl-C may come after the cells were filled: a token must not wait as well.
+            if self._n_held() == n_held:
+                self._pending = pending
+            raise
+
+    def _n_held(self) -> int:
+        return self.context.cache.table.seq_count(self.seq_id)
 
     def _compute_last_again(self) -> None:
         """After a trim the last token's logits are gone: take it out and compute it once more."""
