@@ -196,7 +196,7 @@ class Sequence:
         return list(prompt)
 
     def _compute(self, ids: list[int]) -> None:
-        pending, n_held = self._pending, self._n_held()
+        before, n_held = (self._pending, self._logits), self._n_held()
         self._pending, self._logits = [], None
         try:
             batch = Batch.of(ids, seq_id=self.seq_id, logits="last")
@@ -204,7 +204,7 @@ class Sequence:
         except BaseException:
             # Ctrl-C may come after the cells were filled: a token must not wait as well.
             if self._n_held() == n_held:
-                self._pending = pending
+                self._pending, self._logits = before
             raise
 
     def _n_held(self) -> int:
