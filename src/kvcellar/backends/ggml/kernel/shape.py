@@ -1,0 +1,42 @@
+"""What a kernel is made for, and the memory it needs; sizes that both sides have to agree on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+UNIT = 64
+"""Cells an item."""
+QUAD = 4
+"""Cells whose scores are computed at once."""
+
+
+class KernelShape(NamedTuple):
+    """What a kernel is made for."""
+
+    head_dim_k: int
+    head_dim_v: int
+    group: int  # query heads a K/V head
+    lanes: int  # floats a vector, of which both head sizes are multiples
+    registers: int  # vectors that accumulate at once
+
+    @property
+    def item_floats(self) -> int:
+        """Floats an item leaves: weighted V, largest score and sum of weights of each head."""
+        return -(-self.group * (self.head_dim_v + 2) // 16) * 16
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of partial sums of products that a thread needs."""
+        return self.group * UNIT // QUAD * self.lanes
+
+    @property
+    def thread_floats(self) -> int:
+        """Floats a thread needs: partial sums, then scores."""
+        return self.partial_floats + self.group * UNIT
+
+
+def tiles(n: int, most: int) -> list[range]:
+    """``range(n)`` in as few and as equal pieces of at most ``most`` as can be."""
+    n_pieces = -(-n // most)
+    edges = [n * i // n_pieces for i in range(n_pieces + 1)]
+    return [range(edges[i], edges[i + 1]) for i in range(n_pieces)]
