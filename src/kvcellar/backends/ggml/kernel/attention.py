@@ -13,7 +13,7 @@ import ctypes as c
 import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
-from kvcellar.backends.ggml.kernel.shape import UNIT, KernelShape
+from kvcellar.backends.ggml.kernel.shape import PREFETCHED, UNIT, KernelShape
 from kvcellar.plan import CellLists
 from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType
 
@@ -65,8 +65,9 @@ class AttentionKernel:
         self._item_floats = 0  # of all heads of a unit
         self._thread_floats = 0
         self._n_head_kv = max(layer.n_head_kv for layer in spec.layers)
-        self._lists: CellLists | None = None
-        self._first_unit = np.zeros(1, np.int32)
+        self._cells: Int32Array = np.empty(0, np.int32)
+        self._starts: Int32Array = np.zeros(1, np.int32)
+        self._first_unit: Int32Array = np.zeros(1, np.int32)
         self._items: Float32Array = np.empty(0, np.float32)
         self._threads: Float32Array = np.empty(0, np.float32)
         self._counters: Int32Array = np.empty(0, np.int32)
@@ -81,7 +82,7 @@ class AttentionKernel:
         group = n_head // spec.n_head_kv
         shape = KernelShape(spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
         self._item_floats = max(self._item_floats, spec.n_head_kv * shape.item_floats)
-        self._thread_floats = max(self._thread_floats, shape.thread_floats)
+        self._thread_floats = max(self._thread_floats, shape.thread_floats(spec.n_head_kv))
         return compile_attention(shape).address
 
     def task(self, scale: float) -> int:
@@ -91,18 +92,23 @@ class AttentionKernel:
 
     def load(self, lists: CellLists) -> None:
         """Let the next graph that is computed read these lists."""
-        self._lists = lists
+        n_cells, n_tokens = len(lists.cells), len(lists.starts) - 1
         n_units = (np.diff(lists.starts) + (UNIT - 1)) // UNIT
-        self._first_unit = np.zeros(len(lists.starts), np.int32)
+        self._starts = lists.starts
+        self._first_unit = np.zeros(n_tokens + 1, np.int32)
         np.cumsum(n_units, out=self._first_unit[1:])
-        self._reserve(int(self._first_unit[-1]), len(n_units))
+        self._reserve(n_cells, int(self._first_unit[-1]), n_tokens)
+        self._cells[:n_cells] = lists.cells
+        self._cells[n_cells : n_cells + PREFETCHED] = 0
         work = self._work
-        work.cells, work.starts = lists.cells.ctypes.data, lists.starts.ctypes.data
+        work.cells, work.starts = self._cells.ctypes.data, self._starts.ctypes.data
         work.first_unit = self._first_unit.ctypes.data
         work.items, work.threads = self._items.ctypes.data, self._threads.ctypes.data
         work.counters = self._counters.ctypes.data
 
-    def _reserve(self, n_units: int, n_tokens: int) -> None:
+    def _reserve(self, n_cells: int, n_units: int, n_tokens: int) -> None:
+        if self._cells.size < n_cells + PREFETCHED:
+            self._cells = np.empty(2 * n_cells + PREFETCHED, np.int32)
         if self._items.size < n_units * self._item_floats:
             self._items = np.empty(2 * n_units * self._item_floats, np.float32)
         if self._threads.size < self._n_threads * self._thread_floats:

@@ -63,8 +63,10 @@ class _Kernel:
         self.cells, self.starts, self.first_unit, self.items, threads, self.counters = self._fields(
             work, WORK
         )
-        self.partials = x.at(threads, self._times(self.ith, 4 * shape.thread_floats))
         self.n_head_kv = self.b.sdiv(self.dst.ne[1], I64(shape.group))
+        scores = self._times(self.n_head_kv, 4 * shape.group * UNIT)
+        own = self.b.mul(self.ith, self.b.add(scores, I64(4 * shape.partial_floats)))
+        self.partials = x.at(threads, own)
 
     def emit(self) -> None:
         """Cut the items into equal shares."""
@@ -72,24 +74,34 @@ class _Kernel:
         total = b.mul(self._number(self.first_unit, self.dst.ne[2]), self.n_head_kv)
         first = b.sdiv(b.mul(self.ith, total), self.nth)
         last = b.sdiv(b.mul(b.add(self.ith, I64(1)), total), self.nth)
-        n = b.sub(last, first)
-        with b.if_then(b.icmp_signed(">", n, I64(0))):
-            self.x.loop(n, [], lambda i, _: self._item(b.add(first, i)))
+
+        def unit(i: Value, number: list[Value]) -> list[Value]:
+            return [b.add(number[0], self._unit(number[0], last))]
+
+        with b.if_then(b.icmp_signed("<", first, last)):
+            unit_of = [b.sdiv(number, self.n_head_kv) for number in (first, b.sub(last, I64(1)))]
+            n_units = b.add(b.sub(unit_of[1], unit_of[0]), I64(1))
+            self.x.loop(n_units, [first], unit)
         b.ret_void()
 
-    def _item(self, number: Value) -> list[Value]:
+    def _unit(self, number: Value, last: Value) -> Value:
+        """Items from a number on that belong to one unit; how many they are."""
         b, x, shape = self.b, self.x, self.shape
         unit, head = b.sdiv(number, self.n_head_kv), b.srem(number, self.n_head_kv)
+        n_heads = x.smaller(b.sub(self.n_head_kv, head), b.sub(last, number))
         token = self._token_of(unit)
         following = b.add(token, I64(1))
         first_unit = self._number(self.first_unit, token)
         n_units = b.sub(self._number(self.first_unit, following), first_unit)
         begin = self._number(self.starts, token)
         begin = b.add(begin, self._times(b.sub(unit, first_unit), UNIT))
+        row_of_items = self._times(self.n_head_kv, 4 * shape.item_floats)
         item = Item(
-            q=self._heads_of(self.q, token, head),
-            k=x.at(self.k.data, self._times(head, 2 * shape.head_dim_k)),
-            v=x.at(self.v.data, self._times(head, 2 * shape.head_dim_v)),
+            head=head,
+            n_heads=n_heads,
+            q=x.at(self.q.data, b.mul(token, self.q.nb[2])),
+            k=self.k.data,
+            v=self.v.data,
             q_head=self.q.nb[1],
             k_row=self.k.nb[1],
             v_row=self.v.nb[1],
@@ -98,21 +110,36 @@ class _Kernel:
             scale=self.scale,
             partials=self.partials,
             scores=x.at(self.partials, 4 * shape.partial_floats),
-            result=x.at(self.items, self._times(number, 4 * shape.item_floats)),
-            out=self._heads_of(self.dst, token, head),
+            results=x.at(self.items, b.mul(unit, row_of_items)),
+            out=x.at(self.dst.data, b.mul(token, self.dst.nb[2])),
             alone=b.icmp_signed("==", n_units, I64(1)),
         )
         ItemCode(x, shape, item).emit()
         with b.if_then(b.not_(item.alone)):
-            counter = x.at(
-                self.counters, self._times(b.add(self._times(token, self.n_head_kv), head), 4)
-            )
-            before = x.i64(b.atomic_rmw("add", counter, I32(1), "acq_rel"))
-            with b.if_then(b.icmp_signed("==", before, b.sub(n_units, I64(1)))):
-                x.store(I32(0), counter)
-                first = b.add(self._times(first_unit, self.n_head_kv), head)
-                self._combine(first, n_units, item.out)
-        return []
+            results = x.at(self.items, b.mul(first_unit, row_of_items))
+
+            def finish(i: Value, _: list[Value]) -> list[Value]:
+                self._finish(token, b.add(head, i), n_units, results, item.out)
+                return []
+
+            x.loop(n_heads, [], finish)
+        return n_heads
+
+    def _finish(
+        self, token: Value, head: Value, n_units: Value, results: Value, out: Value
+    ) -> None:
+        """Count an item as done, and combine if it was the last of its token and head."""
+        b, x, shape = self.b, self.x, self.shape
+        number = b.add(self._times(token, self.n_head_kv), head)
+        counter = x.at(self.counters, self._times(number, 4))
+        before = x.i64(b.atomic_rmw("add", counter, I32(1), "acq_rel"))
+        with b.if_then(b.icmp_signed("==", before, b.sub(n_units, I64(1)))):
+            x.store(I32(0), counter)
+            base = x.at(results, self._times(head, 4 * shape.item_floats))
+            own = x.at(out, self._times(head, 4 * shape.group * shape.head_dim_v))
+            step = self._times(self.n_head_kv, 4 * shape.item_floats)
+            for g in range(shape.group):
+                self._combine_head(g, base, step, n_units, own)
 
     def _token_of(self, unit: Value) -> Value:
         """How many tokens end at or before the unit."""
@@ -123,14 +150,6 @@ class _Kernel:
             return [b.add(seen[0], b.zext(b.icmp_signed("<=", end, unit), I64))]
 
         return self.x.loop(self.dst.ne[2], [I64(0)], count)[0]
-
-    def _combine(self, first: Value, n_units: Value, out: Value) -> None:
-        """Add up the items of all units of a token and K/V head."""
-        size = 4 * self.shape.item_floats
-        base = self.x.at(self.items, self._times(first, size))
-        step = self._times(self.n_head_kv, size)
-        for g in range(self.shape.group):
-            self._combine_head(g, base, step, n_units, out)
 
     def _combine_head(self, g: int, base: Value, step: Value, n_units: Value, out: Value) -> None:
         b, x, group, d_v = self.b, self.x, self.shape.group, self.shape.head_dim_v
@@ -154,11 +173,6 @@ class _Kernel:
             x.store(b.fdiv(value, total), out, 4 * (g * d_v + c * x.lanes))
 
     # -- numbers and places
-
-    def _heads_of(self, tensor: _Tensor, token: Value, head: Value) -> Value:
-        """The first of a token's query heads that belong to a K/V head."""
-        own = self.b.mul(self._times(head, self.shape.group), tensor.nb[1])
-        return self.x.at(tensor.data, self.b.add(self.b.mul(token, tensor.nb[2]), own))
 
     def _times(self, value: Value, factor: Value | int) -> Value:
         return self.b.mul(value, self.x.i64(factor))

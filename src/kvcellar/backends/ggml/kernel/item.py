@@ -1,37 +1,41 @@
-"""The code of one item: the query heads of a group over at most :data:`UNIT` cells of a list.
+"""The code of one piece of work: some K/V heads over at most :data:`UNIT` cells of a list.
 
-Scores, then weights ``exp2(score - highest)``, then V rows by weight. A row is read and widened
-once for all heads that fit the registers.
+Scores, then weights ``exp2(score - highest)``, then V rows by weight. Cells are taken in blocks,
+heads inside, so that rows are read as they lie in memory; a row is widened once for all heads of a
+group that fit the registers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from kvcellar.backends.ggml.kernel.shape import QUAD, UNIT, KernelShape, tiles
+from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, UNIT, KernelShape, tiles
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value, Vectors
 
+_AHEAD = PREFETCHED // BLOCK - 1
 _MINUS_INF = float("-inf")
-_PARTS = UNIT // QUAD
 
 
 class Item(NamedTuple):
-    """What an item works on: addresses and 64-bit integers, but for ``scale``, a vector."""
+    """What is worked on: addresses and 64-bit integers, but for ``scale`` and ``alone``."""
 
-    q: Value  # the group's first query head
-    k: Value  # the head's values in the first K row
+    head: Value  # the first K/V head
+    n_heads: Value
+    q: Value  # the token's first query head
+    k: Value  # the first K row
     v: Value
     q_head: Value  # bytes from query head to query head
     k_row: Value  # bytes from row to row
     v_row: Value
-    cells: Value  # the item's part of the list
+    cells: Value  # the unit's part of the list
     n: Value  # cells in it
-    scale: Value
+    scale: Value  # a vector
     partials: Value  # the thread's memory, see KernelShape
     scores: Value
-    result: Value  # where weighted V, highest scores and sums are left
-    out: Value  # where attention's result belongs
-    alone: Value  # whether there is no other item for the same token and heads
+    results: Value  # where weighted V, highest scores and sums are left, a head after the other
+    out: Value  # where the token's attention belongs
+    alone: Value  # whether there is no other unit for the token
 
 
 class ItemCode:
@@ -44,31 +48,75 @@ class ItemCode:
         self.item = item
 
     def emit(self) -> None:
-        """Leave the result, or attention itself where the item is alone."""
-        self._score()
-        self._weigh(self._softmax())
+        """Leave results, or attention itself where the unit is alone."""
+        self._each_block(self.item.k, self.item.k_row, self.shape.head_dim_k, self._score)
+        self._each_head(self._softmax)
+        self._each_head(self._clear)
+        self._each_block(self.item.v, self.item.v_row, self.shape.head_dim_v, self._weigh)
+
+    def _each_block(
+        self, base: Value, stride: Value, d: int, body: Callable[[Value, Value], None]
+    ) -> None:
+        """Blocks outside, heads inside, while the rows of later blocks are on their way."""
+
+        def run(block: Value, _: list[Value]) -> list[Value]:
+            later = self.b.mul(self.b.add(block, I64(_AHEAD)), I64(BLOCK))
+            self._prefetch(later, base, stride, d)
+            return self._each_head(lambda head: body(block, head))
+
+        self.x.loop(self._blocks(BLOCK), [], run)
+
+    def _prefetch(self, first: Value, base: Value, stride: Value, d: int) -> None:
+        """Ask for a block of rows from a place in the list on, even past the end of the unit."""
+        b, x, item = self.b, self.x, self.item
+        start = x.at(base, b.mul(item.head, I64(2 * d)))
+
+        def row(i: Value, _: list[Value]) -> list[Value]:
+            place = self._row(start, stride, b.add(first, i))
+
+            def head(j: Value, _: list[Value]) -> list[Value]:
+                x.prefetch(x.at(place, b.mul(j, I64(2 * d))), 2 * d)
+                return []
+
+            return x.loop(item.n_heads, [], head)
+
+        x.loop(BLOCK, [], row)
+
+    def _each_head(self, body: Callable[[Value], None]) -> list[Value]:
+        def run(i: Value, _: list[Value]) -> list[Value]:
+            body(self.b.add(self.item.head, i))
+            return []
+
+        return self.x.loop(self.item.n_heads, [], run)
 
     # -- scores
 
-    def _score(self) -> None:
-        """Products of the group's heads with each K row, four rows at a time."""
-        b, x, item = self.b, self.x, self.item
+    def _score(self, block: Value, head: Value) -> None:
+        """Scores of a block's cells, four K rows at a time."""
+        b, x, item, shape = self.b, self.x, self.item, self.shape
+        first = b.mul(block, I64(BLOCK))
+        left = b.sub(item.n, first)
+        keys = x.at(item.k, b.mul(head, I64(2 * shape.head_dim_k)))
+        q = x.at(item.q, b.mul(b.mul(head, I64(shape.group)), item.q_head))
         last = b.sub(item.n, I64(1))
 
         def quad(i: Value, _: list[Value]) -> list[Value]:
-            numbers = [x.smaller(b.add(b.mul(i, I64(QUAD)), I64(r)), last) for r in range(QUAD)]
-            rows = [self._row(item.k, item.k_row, number) for number in numbers]
+            start = b.add(first, b.mul(i, I64(QUAD)))
+            numbers = [x.smaller(b.add(start, I64(r)), last) for r in range(QUAD)]
+            rows = [self._row(keys, item.k_row, number) for number in numbers]
             place = x.at(item.partials, b.mul(i, I64(4 * x.lanes)))
-            for heads in tiles(self.shape.group, max(1, self.shape.registers // QUAD)):
-                self._products(rows, heads, place)
+            for heads in tiles(shape.group, max(1, shape.registers // QUAD)):
+                self._products(q, rows, heads, place)
             return []
 
-        x.loop(self._blocks(QUAD), [], quad)
+        x.loop(BLOCK // QUAD, [], quad)
+        for g in range(shape.group):
+            self._fold_scores(g, left, self._scores_at(head, g, first))
 
-    def _products(self, rows: list[Value], heads: range, place: Value) -> None:
-        x, item = self.x, self.item
+    def _products(self, q: Value, rows: list[Value], heads: range, place: Value) -> None:
+        x = self.x
         sums = [[x.constant(0.0)] * QUAD for _ in heads]
-        queries = [x.at(item.q, self.b.mul(item.q_head, I64(g))) for g in heads]
+        queries = [x.at(q, self.b.mul(self.item.q_head, I64(g))) for g in heads]
         for start in range(0, self.shape.head_dim_k, x.lanes):
             parts = [x.load(query, 4 * start) for query in queries]
             for r, row in enumerate(rows):
@@ -77,97 +125,134 @@ class ItemCode:
                     own[r] = x.fma(key, part, own[r])
         for g, own in zip(heads, sums, strict=True):
             (folded,) = x.fold(own, 2)
-            x.store(folded, place, 4 * g * _PARTS * x.lanes)
+            x.store(folded, place, 4 * g * BLOCK // QUAD * x.lanes)
+
+    def _fold_scores(self, g: int, left: Value, place: Value) -> None:
+        """Add up the partial sums of a block; lanes that stand for no cell get -inf."""
+        b, x = self.b, self.x
+        n_parts = x.lanes // QUAD
+        first = 4 * g * BLOCK // QUAD * x.lanes
+        for at in range(0, BLOCK, x.lanes):
+            parts = [
+                x.load(self.item.partials, first + 4 * (at * n_parts + j * x.lanes))
+                for j in range(n_parts)
+            ]
+            (folded,) = x.fold(parts, n_parts.bit_length() - 1, n_parts)
+            score = b.fmul(x.in_order(folded), self.item.scale)
+            inside = x.in_front(b.sub(left, I64(at)))
+            x.store(b.select(inside, score, x.constant(_MINUS_INF)), place, 4 * at)
 
     # -- weights
 
-    def _softmax(self) -> list[Value]:
-        """Put weights in the place of scores, leave highest scores and sums; gives the sums."""
-        x, shape, item = self.x, self.shape, self.item
+    def _softmax(self, head: Value) -> None:
+        """Put weights in the place of scores; leave the highest score and the sum."""
+        b, x, shape, item = self.b, self.x, self.shape, self.item
         n_blocks = self._blocks(x.lanes)
-        low = [x.constant(_MINUS_INF)] * shape.group
-        highest = [x.across(v, x.larger) for v in x.loop(n_blocks, low, self._block_scores)]
-        zero = [x.constant(0.0)] * shape.group
-        sums = x.loop(n_blocks, zero, lambda i, seen: self._block_weights(i, highest, seen))
-        totals = [x.across(value, self.b.fadd) for value in sums]
-        at = 4 * shape.group * shape.head_dim_v
-        for i, value in enumerate((*highest, *totals)):
-            x.store(self.b.extract_element(value, I32(0)), item.result, at + 4 * i)
-        return totals
+        one, result = x.constant(1.0), self._result(head)
+        for g in range(shape.group):
+            scores = self._scores_at(head, g, I64(0))
+            top = x.across(self._over(scores, n_blocks, _MINUS_INF, x.larger), x.larger)
 
-    def _block_scores(self, i: Value, seen: list[Value]) -> list[Value]:
-        b, x, item = self.b, self.x, self.item
-        inside = self._inside(i)
-        n_parts = x.lanes // QUAD
-        block = x.at(item.partials, b.mul(i, I64(4 * x.lanes * n_parts)))
-        result = []
-        for g, highest in enumerate(seen):
-            first = 4 * g * _PARTS * x.lanes
-            parts = [x.load(block, first + 4 * x.lanes * j) for j in range(n_parts)]
-            (folded,) = x.fold(parts, n_parts.bit_length() - 1, n_parts)
-            score = b.fmul(x.in_order(folded), item.scale)
-            score = b.select(inside, score, x.constant(_MINUS_INF))
-            x.store(score, self._scores_at(g, i))
-            result.append(x.larger(score, highest))
-        return result
+            def weigh(
+                i: Value, seen: list[Value], scores: Value = scores, top: Value = top
+            ) -> list[Value]:
+                place = x.at(scores, b.mul(i, I64(4 * x.lanes)))
+                score = x.load(place)
+                weight = x.exp2(b.fsub(score, top))
+                hidden = b.fcmp_ordered("==", score, x.constant(_MINUS_INF))
+                weight = b.select(hidden, x.constant(0.0), weight)
+                x.store(weight, place)
+                return [b.fadd(seen[0], weight)]
 
-    def _block_weights(self, i: Value, highest: list[Value], seen: list[Value]) -> list[Value]:
-        b, x = self.b, self.x
-        inside = self._inside(i)
-        result = []
-        for g, (top, total) in enumerate(zip(highest, seen, strict=True)):
-            place = self._scores_at(g, i)
-            weight = x.exp2(b.fsub(x.load(place), top))
-            weight = b.select(inside, weight, x.constant(0.0))
-            x.store(weight, place)
-            result.append(b.fadd(total, weight))
-        return result
+            (sums,) = x.loop(n_blocks, [x.constant(0.0)], weigh)
+            total = x.across(sums, b.fadd)
+            for i, value in enumerate((top, total)):
+                at = 4 * (shape.group * (shape.head_dim_v + i) + g)
+                x.store(b.extract_element(value, I32(0)), result, at)
+            self._scale(scores, n_blocks, b.select(item.alone, b.fdiv(one, total), one))
+
+    def _over(
+        self, place: Value, n: Value, start: float, combine: Callable[[Value, Value], Value]
+    ) -> Value:
+        x = self.x
+
+        def step(i: Value, seen: list[Value]) -> list[Value]:
+            return [combine(x.load(place, self.b.mul(i, I64(4 * x.lanes))), seen[0])]
+
+        return x.loop(n, [x.constant(start)], step)[0]
+
+    def _scale(self, place: Value, n: Value, factor: Value) -> None:
+        x = self.x
+
+        def step(i: Value, _: list[Value]) -> list[Value]:
+            at = x.at(place, self.b.mul(i, I64(4 * x.lanes)))
+            x.store(self.b.fmul(x.load(at), factor), at)
+            return []
+
+        x.loop(n, [], step)
 
     # -- values
 
-    def _weigh(self, totals: list[Value]) -> None:
-        """Sum V rows by weight; divided by the sum of weights where the item is alone."""
+    def _clear(self, head: Value) -> None:
+        place = self._sums(head)
+        for c in range(0, self.shape.group * self.shape.head_dim_v, self.x.lanes):
+            self.x.store(self.x.constant(0.0), place, 4 * c)
+
+    def _weigh(self, block: Value, head: Value) -> None:
+        """Add a block's V rows by weight."""
         b, x, shape, item = self.b, self.x, self.shape, self.item
-        place, one = b.select(item.alone, item.out, item.result), x.constant(1.0)
-        factors = [b.select(item.alone, b.fdiv(one, total), one) for total in totals]
+        first = b.mul(block, I64(BLOCK))
+        n = x.smaller(b.sub(item.n, first), I64(BLOCK))
+        values = x.at(item.v, b.mul(head, I64(2 * shape.head_dim_v)))
+        weights, place = self._scores_at(head, 0, first), self._sums(head)
+        cells = x.at(item.cells, b.mul(first, I64(4)))
         most = 4 if shape.group > 1 else 8
         for part in tiles(shape.head_dim_v // x.lanes, min(shape.registers, most)):
             for heads in tiles(shape.group, max(1, shape.registers // len(part))):
-                sums = iter(self._weighted(heads, part))
-                for g in heads:
-                    for c in part:
-                        at = 4 * (g * shape.head_dim_v + c * x.lanes)
-                        x.store(b.fmul(next(sums), factors[g]), place, at)
+                offsets = [4 * (g * shape.head_dim_v + c * x.lanes) for g in heads for c in part]
+                sums = [x.load(place, offset) for offset in offsets]
 
-    def _weighted(self, heads: range, part: range) -> list[Value]:
-        b, x, n, item = self.b, self.x, len(part), self.item
+                def cell(
+                    i: Value, sums: list[Value], heads: range = heads, part: range = part
+                ) -> list[Value]:
+                    row = self._row(values, item.v_row, i, cells)
+                    at = x.at(weights, b.mul(i, I64(4)))
+                    return self._add_row(row, at, heads, part, sums)
 
-        def cell(i: Value, sums: list[Value]) -> list[Value]:
-            row = self._row(item.v, item.v_row, i)
-            weights = x.at(item.scores, b.mul(i, I64(4)))
-            values = [x.load_half(row, 2 * c * x.lanes) for c in part]
-            result = []
-            for j, g in enumerate(heads):
-                weight = x.splat(x.scalar(F32, weights, 4 * g * UNIT))
-                own = sums[j * n : (j + 1) * n]
-                result += [x.fma(weight, v, s) for v, s in zip(values, own, strict=True)]
-            return result
+                for offset, value in zip(offsets, x.loop(n, sums, cell), strict=True):
+                    x.store(value, place, offset)
 
-        return x.loop(item.n, [x.constant(0.0)] * (n * len(heads)), cell)
+    def _add_row(
+        self, row: Value, weights: Value, heads: range, part: range, sums: list[Value]
+    ) -> list[Value]:
+        x, n = self.x, len(part)
+        values = [x.load_half(row, 2 * c * x.lanes) for c in part]
+        result = []
+        for j, g in enumerate(heads):
+            weight = x.splat(x.scalar(F32, weights, 4 * g * UNIT))
+            own = sums[j * n : (j + 1) * n]
+            result += [x.fma(weight, v, s) for v, s in zip(values, own, strict=True)]
+        return result
 
     # -- places
 
-    def _row(self, base: Value, stride: Value, i: Value) -> Value:
-        cell = self.x.scalar(I32, self.item.cells, self.b.mul(i, I64(4)))
+    def _row(self, base: Value, stride: Value, i: Value, cells: Value = None) -> Value:
+        cell = self.x.scalar(I32, cells or self.item.cells, self.b.mul(i, I64(4)))
         return self.x.at(base, self.b.mul(self.x.i64(cell), stride))
 
-    def _scores_at(self, g: int, block: Value) -> Value:
-        own = self.x.at(self.item.scores, 4 * g * UNIT)
-        return self.x.at(own, self.b.mul(block, I64(4 * self.x.lanes)))
+    def _scores_at(self, head: Value, g: int, cell: Value) -> Value:
+        """Scores of a head of the group from a cell of the unit on."""
+        own = self.b.mul(self.b.sub(head, self.item.head), I64(4 * self.shape.group * UNIT))
+        own = self.b.add(own, self.b.mul(cell, I64(4)))
+        return self.x.at(self.x.at(self.item.scores, own), 4 * g * UNIT)
 
-    def _inside(self, block: Value) -> Value:
-        """Which lanes of a block stand for a cell."""
-        return self.x.in_front(self.b.sub(self.item.n, self.b.mul(block, I64(self.x.lanes))))
+    def _result(self, head: Value) -> Value:
+        return self.x.at(self.item.results, self.b.mul(head, I64(4 * self.shape.item_floats)))
+
+    def _sums(self, head: Value) -> Value:
+        """Where a K/V head's weighted V is gathered."""
+        own = self.b.mul(head, I64(4 * self.shape.group * self.shape.head_dim_v))
+        return self.b.select(self.item.alone, self.x.at(self.item.out, own), self._result(head))
 
     def _blocks(self, size: int) -> Value:
         return self.b.sdiv(self.b.add(self.item.n, I64(size - 1)), I64(size))

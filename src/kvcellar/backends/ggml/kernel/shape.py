@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 UNIT = 64
 """Cells an item."""
+BLOCK = 16
+"""Cells whose scores are computed before the next K/V head has its turn."""
+PREFETCHED = 48
+"""How far behind a unit lists are looked at, to ask for rows early."""
 QUAD = 4
 """Cells whose scores are computed at once."""
 
@@ -27,12 +31,11 @@ class KernelShape(NamedTuple):
     @property
     def partial_floats(self) -> int:
         """Floats of partial sums of products that a thread needs."""
-        return self.group * UNIT // QUAD * self.lanes
+        return self.group * BLOCK // QUAD * self.lanes
 
-    @property
-    def thread_floats(self) -> int:
+    def thread_floats(self, n_head_kv: int) -> int:
         """Floats a thread needs: partial sums, then scores."""
-        return self.partial_floats + self.group * UNIT
+        return self.partial_floats + n_head_kv * self.group * UNIT
 
 
 def tiles(n: int, most: int) -> list[range]:

@@ -22,6 +22,7 @@ BYTE, HALF, F32, I32, I64 = (
 POINTER = ir.PointerType()
 _EXP2 = [log(2.0) ** 6 / 720, log(2.0) ** 5 / 120, log(2.0) ** 4 / 24]
 _EXP2 += [log(2.0) ** 3 / 6, log(2.0) ** 2 / 2, log(2.0), 1.0]
+_LINE = 64  # bytes that memory is read in
 _SMALLEST = -126.0  # the exponent of the smallest normal f32
 
 Value = Any  # an ir.Value; llvmlite has no types
@@ -65,6 +66,14 @@ class Vectors:
     def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Store a vector or a scalar."""
         self.b.store(value, self.at(pointer, offset), align=4)
+
+    def prefetch(self, pointer: Value, n_bytes: int) -> None:
+        """Ask for memory that will be read soon, into the second cache; any address will do."""
+        module, name = self.b.module, "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        for offset in range(0, n_bytes, _LINE):
+            self.b.call(function, [self.at(pointer, offset), I32(0), I32(2), I32(1)])
 
     def smaller(self, a: Value, b: Value) -> Value:
         """The smaller of two signed integers."""
