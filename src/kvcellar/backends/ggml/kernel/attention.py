@@ -13,9 +13,9 @@ import ctypes as c
 import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
-from kvcellar.backends.ggml.kernel.shape import PREFETCHED, UNIT, KernelShape
+from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, UNIT, KernelShape
 from kvcellar.plan import CellLists
-from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType
+from kvcellar.types import AnyArray, CacheSpec, Int32Array, KVType
 
 MAX_TOKENS = 32
 """Up to so many tokens the kernel is faster than flash attention with a mask."""
@@ -27,10 +27,12 @@ class Work(c.Structure):
     _fields_ = (
         ("cells", c.c_void_p),  # i32, the lists one after the other
         ("starts", c.c_void_p),  # i32 [n_tokens + 1], where each list begins
+        ("units", c.c_void_p),  # i32 [n_tokens], cells of a unit
         ("first_unit", c.c_void_p),  # i32 [n_tokens + 1], units of all tokens before
         ("items", c.c_void_p),  # f32 [n_units, n_head_kv, item_floats]
-        ("threads", c.c_void_p),  # f32 [n_threads, thread_floats]
         ("counters", c.c_void_p),  # i32 [n_tokens, n_head_kv], items that are done
+        ("threads", c.c_void_p),  # [n_threads, thread_bytes]
+        ("thread_bytes", c.c_int64),
     )
 
 
@@ -62,15 +64,8 @@ class AttentionKernel:
         self._n_threads = n_threads
         self._work = Work()
         self._tasks: dict[float, Task] = {}
-        self._item_floats = 0  # of all heads of a unit
-        self._thread_floats = 0
-        self._n_head_kv = max(layer.n_head_kv for layer in spec.layers)
-        self._cells: Int32Array = np.empty(0, np.int32)
-        self._starts: Int32Array = np.zeros(1, np.int32)
-        self._first_unit: Int32Array = np.zeros(1, np.int32)
-        self._items: Float32Array = np.empty(0, np.float32)
-        self._threads: Float32Array = np.empty(0, np.float32)
-        self._counters: Int32Array = np.empty(0, np.int32)
+        self._shapes: dict[KernelShape, int] = {}  # with their largest n_head_kv
+        self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
 
     def function(self, layer: int, n_head: int) -> int:
         """The address of the kernel for a layer with so many query heads."""
@@ -81,8 +76,7 @@ class AttentionKernel:
             lanes //= 2
         group = n_head // spec.n_head_kv
         shape = KernelShape(spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
-        self._item_floats = max(self._item_floats, spec.n_head_kv * shape.item_floats)
-        self._thread_floats = max(self._thread_floats, shape.thread_floats(spec.n_head_kv))
+        self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
         return compile_attention(shape).address
 
     def task(self, scale: float) -> int:
@@ -92,26 +86,39 @@ class AttentionKernel:
 
     def load(self, lists: CellLists) -> None:
         """Let the next graph that is computed read these lists."""
-        n_cells, n_tokens = len(lists.cells), len(lists.starts) - 1
-        n_units = (np.diff(lists.starts) + (UNIT - 1)) // UNIT
-        self._starts = lists.starts
-        self._first_unit = np.zeros(n_tokens + 1, np.int32)
-        np.cumsum(n_units, out=self._first_unit[1:])
-        self._reserve(n_cells, int(self._first_unit[-1]), n_tokens)
-        self._cells[:n_cells] = lists.cells
-        self._cells[n_cells : n_cells + PREFETCHED] = 0
-        work = self._work
-        work.cells, work.starts = self._cells.ctypes.data, self._starts.ctypes.data
-        work.first_unit = self._first_unit.ctypes.data
-        work.items, work.threads = self._items.ctypes.data, self._threads.ctypes.data
-        work.counters = self._counters.ctypes.data
+        lengths = np.diff(lists.starts)
+        units = unit_sizes(lengths)
+        first_unit = np.zeros(len(lists.starts), np.int32)
+        np.cumsum(-(-lengths // units), out=first_unit[1:])
+        n_cells, n_units = len(lists.cells), int(first_unit[-1])
+        cells = self._reserve("cells", n_cells + PREFETCHED)
+        cells[:n_cells] = lists.cells
+        cells[n_cells : n_cells + PREFETCHED] = 0
+        self._point_to("starts", lists.starts)
+        self._point_to("units", units)
+        self._point_to("first_unit", first_unit)
+        shapes, largest = self._shapes.items(), int(units.max())
+        self._reserve("items", n_units * max(n * shape.item_floats for shape, n in shapes))
+        self._reserve("counters", len(units) * max(self._shapes.values()))
+        self._work.thread_bytes = max(shape.thread_bytes(n, largest) for shape, n in shapes)
+        self._reserve("threads", self._n_threads * self._work.thread_bytes // 4)
 
-    def _reserve(self, n_cells: int, n_units: int, n_tokens: int) -> None:
-        if self._cells.size < n_cells + PREFETCHED:
-            self._cells = np.empty(2 * n_cells + PREFETCHED, np.int32)
-        if self._items.size < n_units * self._item_floats:
-            self._items = np.empty(2 * n_units * self._item_floats, np.float32)
-        if self._threads.size < self._n_threads * self._thread_floats:
-            self._threads = np.empty(self._n_threads * self._thread_floats, np.float32)
-        if self._counters.size < n_tokens * self._n_head_kv:
-            self._counters = np.zeros(n_tokens * self._n_head_kv, np.int32)
+    def _reserve(self, field: str, n: int) -> AnyArray:
+        """At least n values of four bytes for a field; zeros when new."""
+        array = self._arrays.get(field)
+        if array is None or array.size < n:
+            array = np.zeros(2 * n, np.int32)
+            self._point_to(field, array)
+        return array
+
+    def _point_to(self, field: str, array: AnyArray) -> None:
+        self._arrays[field] = array
+        setattr(self._work, field, array.ctypes.data)
+
+
+def unit_sizes(lengths: Int32Array) -> Int32Array:
+    """Cells of a unit for lists of these lengths: doubled until there are not too many units."""
+    sizes = np.full(len(lengths), UNIT, np.int32)
+    while (long := lengths > MANY * sizes).any():
+        sizes[long] *= 2
+    return sizes

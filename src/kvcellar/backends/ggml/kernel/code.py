@@ -1,8 +1,8 @@
 """The attention kernel as LLVM IR: tokens over the cells of their own lists, a unit at a time.
 
-A list is cut into units; an item is one unit and one K/V head. Where a token has several units,
-each item leaves its part in scratch memory, and the thread that finishes the last of them adds the
-parts up, so that no thread waits for another.
+A list is cut into units, whose size depends on its length alone; an item is one unit and one K/V
+head. Where a token has several units, each item leaves its part in scratch memory, and the thread
+that finishes the last of them adds the parts up, so that no thread waits for another.
 
 1. Only cells in a token's list are read.
 2. Results do not depend on how many threads there are: items are cut without regard to threads,
@@ -18,11 +18,11 @@ from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.kernel.item import Item, ItemCode
-from kvcellar.backends.ggml.kernel.shape import UNIT, KernelShape
+from kvcellar.backends.ggml.kernel.shape import KernelShape
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
 
 FUNCTION = "attend"
-WORK = ir.LiteralStructType([POINTER] * 6)  # attention.Work
+WORK = ir.LiteralStructType([POINTER] * 7 + [I64])  # attention.Work
 TASK = ir.LiteralStructType([POINTER, F32])  # attention.Task
 
 
@@ -60,13 +60,11 @@ class _Kernel:
         )
         work, scale = self._fields(task, TASK)
         self.scale = x.splat(self.b.fmul(scale, F32(log2(e))))  # scores are powers of two
-        self.cells, self.starts, self.first_unit, self.items, threads, self.counters = self._fields(
-            work, WORK
-        )
+        fields = self._fields(work, WORK)
+        self.cells, self.starts, self.units, self.first_unit = fields[:4]
+        self.items, self.counters, threads, thread_bytes = fields[4:]
         self.n_head_kv = self.b.sdiv(self.dst.ne[1], I64(shape.group))
-        scores = self._times(self.n_head_kv, 4 * shape.group * UNIT)
-        own = self.b.mul(self.ith, self.b.add(scores, I64(4 * shape.partial_floats)))
-        self.partials = x.at(threads, own)
+        self.partials = x.at(threads, self.b.mul(self.ith, thread_bytes))
 
     def emit(self) -> None:
         """Cut the items into equal shares."""
@@ -75,7 +73,7 @@ class _Kernel:
         first = b.sdiv(b.mul(self.ith, total), self.nth)
         last = b.sdiv(b.mul(b.add(self.ith, I64(1)), total), self.nth)
 
-        def unit(i: Value, number: list[Value]) -> list[Value]:
+        def unit(_: Value, number: list[Value]) -> list[Value]:
             return [b.add(number[0], self._unit(number[0], last))]
 
         with b.if_then(b.icmp_signed("<", first, last)):
@@ -94,7 +92,8 @@ class _Kernel:
         first_unit = self._number(self.first_unit, token)
         n_units = b.sub(self._number(self.first_unit, following), first_unit)
         begin = self._number(self.starts, token)
-        begin = b.add(begin, self._times(b.sub(unit, first_unit), UNIT))
+        size = self._number(self.units, token)
+        begin = b.add(begin, b.mul(b.sub(unit, first_unit), size))
         row_of_items = self._times(self.n_head_kv, 4 * shape.item_floats)
         item = Item(
             head=head,
@@ -106,7 +105,8 @@ class _Kernel:
             k_row=self.k.nb[1],
             v_row=self.v.nb[1],
             cells=x.at(self.cells, self._times(begin, 4)),
-            n=x.smaller(b.sub(self._number(self.starts, following), begin), I64(UNIT)),
+            n=x.smaller(b.sub(self._number(self.starts, following), begin), size),
+            row_of_scores=self._times(size, 4),
             scale=self.scale,
             partials=self.partials,
             scores=x.at(self.partials, 4 * shape.partial_floats),

@@ -1,4 +1,4 @@
-"""The code of one piece of work: some K/V heads over at most :data:`UNIT` cells of a list.
+"""The code of one piece of work: some K/V heads over a unit of a list.
 
 Scores, then weights ``exp2(score - highest)``, then V rows by weight. Cells are taken in blocks,
 heads inside, so that rows are read as they lie in memory; a row is widened once for all heads of a
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, UNIT, KernelShape, tiles
+from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, KernelShape, tiles
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value, Vectors
 
 _AHEAD = PREFETCHED // BLOCK - 1
@@ -30,6 +30,7 @@ class Item(NamedTuple):
     v_row: Value
     cells: Value  # the unit's part of the list
     n: Value  # cells in it
+    row_of_scores: Value  # bytes of the scores of one query head
     scale: Value  # a vector
     partials: Value  # the thread's memory, see KernelShape
     scores: Value
@@ -204,7 +205,8 @@ class ItemCode:
         first = b.mul(block, I64(BLOCK))
         n = x.smaller(b.sub(item.n, first), I64(BLOCK))
         values = x.at(item.v, b.mul(head, I64(2 * shape.head_dim_v)))
-        weights, place = self._scores_at(head, 0, first), self._sums(head)
+        weights = [self._scores_at(head, g, first) for g in range(shape.group)]
+        place = self._sums(head)
         cells = x.at(item.cells, b.mul(first, I64(4)))
         most = 4 if shape.group > 1 else 8
         for part in tiles(shape.head_dim_v // x.lanes, min(shape.registers, most)):
@@ -216,22 +218,21 @@ class ItemCode:
                     i: Value, sums: list[Value], heads: range = heads, part: range = part
                 ) -> list[Value]:
                     row = self._row(values, item.v_row, i, cells)
-                    at = x.at(weights, b.mul(i, I64(4)))
-                    return self._add_row(row, at, heads, part, sums)
+                    own = [x.scalar(F32, weights[g], b.mul(i, I64(4))) for g in heads]
+                    return self._add_row(row, own, part, sums)
 
                 for offset, value in zip(offsets, x.loop(n, sums, cell), strict=True):
                     x.store(value, place, offset)
 
     def _add_row(
-        self, row: Value, weights: Value, heads: range, part: range, sums: list[Value]
+        self, row: Value, weights: list[Value], part: range, sums: list[Value]
     ) -> list[Value]:
         x, n = self.x, len(part)
         values = [x.load_half(row, 2 * c * x.lanes) for c in part]
         result = []
-        for j, g in enumerate(heads):
-            weight = x.splat(x.scalar(F32, weights, 4 * g * UNIT))
-            own = sums[j * n : (j + 1) * n]
-            result += [x.fma(weight, v, s) for v, s in zip(values, own, strict=True)]
+        for j, weight in enumerate(weights):
+            many, own = x.splat(weight), sums[j * n : (j + 1) * n]
+            result += [x.fma(many, v, s) for v, s in zip(values, own, strict=True)]
         return result
 
     # -- places
@@ -242,9 +243,10 @@ class ItemCode:
 
     def _scores_at(self, head: Value, g: int, cell: Value) -> Value:
         """Scores of a head of the group from a cell of the unit on."""
-        own = self.b.mul(self.b.sub(head, self.item.head), I64(4 * self.shape.group * UNIT))
-        own = self.b.add(own, self.b.mul(cell, I64(4)))
-        return self.x.at(self.x.at(self.item.scores, own), 4 * g * UNIT)
+        b, item = self.b, self.item
+        row = b.add(b.mul(b.sub(head, item.head), I64(self.shape.group)), I64(g))
+        own = b.add(b.mul(row, item.row_of_scores), b.mul(cell, I64(4)))
+        return self.x.at(item.scores, own)
 
     def _result(self, head: Value) -> Value:
         return self.x.at(self.item.results, self.b.mul(head, I64(4 * self.shape.item_floats)))

@@ -60,7 +60,7 @@ def why_not() -> str | None:
     return None if processor() else "this processor cannot widen halves"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=None)  # graphs keep addresses
 def compile_attention(shape: KernelShape) -> Compiled:
     """The attention kernel of a shape, as machine code."""
     import llvmlite.binding as llvm

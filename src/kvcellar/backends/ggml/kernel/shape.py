@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 UNIT = 64
-"""Cells an item."""
+"""Cells of a unit; a multiple of it where a list would have more than :data:`MANY` units."""
+MANY = 32
 BLOCK = 16
 """Cells whose scores are computed before the next K/V head has its turn."""
 PREFETCHED = 48
@@ -33,9 +34,9 @@ class KernelShape(NamedTuple):
         """Floats of partial sums of products that a thread needs."""
         return self.group * BLOCK // QUAD * self.lanes
 
-    def thread_floats(self, n_head_kv: int) -> int:
-        """Floats a thread needs: partial sums, then scores."""
-        return self.partial_floats + n_head_kv * self.group * UNIT
+    def thread_bytes(self, n_head_kv: int, unit: int) -> int:
+        """Bytes a thread needs: partial sums, then scores of all heads."""
+        return 4 * (self.partial_floats + n_head_kv * self.group * unit)
 
 
 def tiles(n: int, most: int) -> list[range]:
