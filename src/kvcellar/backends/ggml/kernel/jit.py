@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def why_not() -> str | None:
     return None if processor() else "this processor cannot widen halves"
 
 
-@lru_cache(maxsize=None)  # graphs keep addresses
+@cache  # graphs keep addresses
 def compile_attention(shape: KernelShape) -> Compiled:
     """The attention kernel of a shape, as machine code."""
     import llvmlite.binding as llvm
