@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.backends.ggml.graph import GgmlExecutor
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
@@ -48,7 +49,11 @@ class Context:
         self.n_ubatch = options.n_ubatch
         self._store = GgmlStore(spec, model.backend)
         self.cache = AttentionCache(spec, self._store)
-        self._executor = GgmlExecutor(model.backend, self._store, model.architecture.forward)
+        kernel = (
+            AttentionKernel(spec, model.backend.n_threads) if options.use_kernel(spec) else None
+        )
+        forward = model.architecture.forward
+        self._executor = GgmlExecutor(model.backend, self._store, forward, kernel)
         self._free_ids = list(range(spec.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
         self._lock = threading.RLock()
@@ -152,7 +157,7 @@ class Context:
         with self.cache.place(
             batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
         ) as placement:
-            for plan in placement.plans():
+            for plan in placement.plans(lists_up_to=self._executor.lists_up_to):
                 before = perf_counter()
                 logits = self._executor.run(plan)
                 in_graphs += perf_counter() - before

@@ -86,6 +86,7 @@ class Model:
         type_k: str | KVType = KVType.F16,
         type_v: str | KVType = KVType.F16,
         flash_attn: bool | None = None,
+        kernel: bool | None = None,
     ) -> Context:
         """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
 
@@ -95,7 +96,7 @@ class Model:
         """
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
-        options = ContextOptions(n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn)
+        options = ContextOptions(n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn, kernel)
         context = Context(self, options)
         self._contexts.add(context)
         return context
