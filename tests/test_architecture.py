@@ -16,7 +16,7 @@ SOURCE = ROOT / "src"
 PACKAGE = "kvcellar"
 MAX_LINES = 300
 ABOVE = "the rows above"
-LAZY = ("tokenizers", "jinja2", "rich", "typer", "hypothesis", "ctypes", "libggml")
+LAZY = ("tokenizers", "jinja2", "rich", "typer", "hypothesis", "ctypes", "libggml", "llvmlite")
 
 
 class Row(NamedTuple):

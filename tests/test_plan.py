@@ -15,6 +15,7 @@ from kvcellar.plan import (
     MicroBatch,
     Plan,
     attention_mask,
+    cell_lists,
     split_by_sequence,
     split_equal,
     split_simple,
@@ -106,6 +107,24 @@ class TestMask:
         mask = attention_mask(micro_of(tokens), positions, owners)
 
         assert np.isfinite(mask).tolist() == [[True, False, False]] * 2
+
+
+class TestLists:
+    @given(tokens=TOKENS, cells=CELLS)
+    def test_are_what_the_mask_lets_through(
+        self, tokens: list[NaiveToken], cells: list[NaiveCell]
+    ) -> None:
+        positions = np.array([cell.pos for cell in cells], np.int32)
+        owners = bits_of([frozenset(cell.owners) for cell in cells])
+
+        lists = cell_lists(micro_of(tokens), positions, owners)
+
+        rows = naive_mask(tokens, cells, len(cells))
+        assert lists.cells.dtype == lists.starts.dtype == np.int32
+        assert len(lists.starts) == len(tokens) + 1
+        for i, row in enumerate(rows):
+            mine = lists.cells[lists.starts[i] : lists.starts[i + 1]]
+            assert mine.tolist() == np.flatnonzero(row == 0).tolist()
 
 
 class TestPlan:

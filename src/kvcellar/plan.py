@@ -27,6 +27,7 @@ from kvcellar.types import (
 
 _MINUS_INF = np.uint16(0xFC00)  # the bits of float16's -inf; 0 is those of 0.0
 _NEVER = np.int32(2**31 - 1)  # behind every position
+_NO_CELLS = np.empty(0, np.int32)
 _BLOCK = 1 << 18  # mask elements worked on at a time, so that they stay in the CPU's cache
 
 
@@ -52,16 +53,26 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class CellLists:
+    """Token i may attend to ``cells[starts[i]:starts[i + 1]]``, ascending, at least one."""
+
+    cells: Int32Array  # the lists one after the other
+    starts: Int32Array  # [n + 1]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A placed microbatch: cell ``cells[i]`` receives token i's K and V rows.
 
     ``mask[i, c]`` is 0 where token i may attend to cell c and -inf elsewhere; n_kv cells are
-    looked at, a multiple of the padding (or the whole cache).
+    looked at, a multiple of the padding (or the whole cache). A plan has either a mask or lists
+    of cells that say the same; with lists, n_kv is 0.
     """
 
     micro: MicroBatch
     cells: Int64Array  # [n]
     mask: Float16Array  # [n, n_kv]
+    lists: CellLists | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -70,7 +81,7 @@ class Plan:
 
     @property
     def n_kv(self) -> int:
-        """How many cells attention looks at."""
+        """How many cells the mask is about."""
         return int(self.mask.shape[1])
 
     @property
@@ -106,6 +117,19 @@ def attention_mask(
         else:
             _fill_rows(bits, rows, micro.positions, np.where(allowed, positions, _NEVER))
     return mask
+
+
+def cell_lists(micro: MicroBatch, positions: Int32Array, owners: OwnerBits) -> CellLists:
+    """The cells that each token may attend to: those where :func:`attention_mask` has a 0."""
+    found: list[Int32Array] = [_NO_CELLS] * micro.n_tokens
+    for rows, wanted in _owner_sets(micro.owners):
+        cells = np.flatnonzero(_owned(owners, wanted)).astype(np.int32)
+        at = positions[cells]
+        for row in rows:
+            found[row] = cells[at <= micro.positions[row]]
+    starts = np.zeros(len(found) + 1, np.int32)
+    np.cumsum([len(cells) for cells in found], out=starts[1:])
+    return CellLists(np.concatenate(found), starts)
 
 
 def _owner_sets(owners: OwnerBits) -> list[tuple[Int64Array, OwnerBits]]:

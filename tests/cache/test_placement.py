@@ -253,6 +253,17 @@ class TestPlacement:
             for plan in placement.plans(buffer):
                 assert np.shares_memory(plan.mask, buffer)
 
+    def test_few_tokens_get_lists_in_place_of_a_mask(self) -> None:
+        cache, _ = make(8)
+        put(cache, 0, 2)
+        with cache.place(Batch.of(range(3)), 2) as placement:
+            large, small = placement.plans(lists_up_to=1)
+        assert large.lists is None
+        assert large.n_kv > 0
+        assert small.lists is not None
+        assert small.mask.shape == (1, 0)
+        assert small.lists.cells.tolist() == [0, 1, 2, 3, 4]
+
 
 class TestCoupledTokens:
     def test_owners_that_hold_the_same_cells_may_share_a_token(self) -> None:

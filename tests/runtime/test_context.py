@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,8 +155,33 @@ def test_more_cells_than_memory_is_an_error_that_names_the_bytes(model: Model) -
 def test_quantised_v_takes_flash_attention_by_default(model: Model) -> None:
     with model.context(n_ctx=32, n_seq_max=1, type_v="q8_0") as context:
         assert context.spec.flash_attn
-    with model.context(n_ctx=32, n_seq_max=1) as context:
+    with model.context(n_ctx=32, n_seq_max=1, kernel=False) as context:
         assert not context.spec.flash_attn
+
+
+def test_with_the_kernel_v_lies_in_rows_for_one_sequence_too(model: Model) -> None:
+    pytest.importorskip("llvmlite")
+    for kernel in (None, True):
+        with model.context(n_ctx=32, n_seq_max=1, kernel=kernel) as context:
+            assert context.spec.flash_attn
+
+
+@pytest.mark.parametrize("options", [{"type_k": "q8_0"}, {"flash_attn": False}])
+def test_a_kernel_that_is_asked_for_and_cannot_run_is_an_error(
+    model: Model, options: dict[str, Any]
+) -> None:
+    with pytest.raises(OptionError, match="kernel=True: it needs"):
+        model.context(n_ctx=32, kernel=True, **options)
+
+
+def test_kernel_and_flash_attention_agree(model: Model) -> None:
+    pytest.importorskip("llvmlite")
+    tokens = list(range(3, 90))
+    rows = []
+    for kernel in (True, False):
+        with model.context(n_ctx=128, n_ubatch=32, kernel=kernel) as context:
+            rows.append(context.decode(Batch.of(tokens, logits="all")))
+    assert float(((rows[0] - rows[1]) ** 2).mean() / (rows[1] ** 2).mean()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", list(KVType))

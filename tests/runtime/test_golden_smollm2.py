@@ -30,9 +30,12 @@ def model(smollm2_path: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.fixture(params=[True, False], ids=["flash", "products"])
+@pytest.fixture(params=["kernel", "flash", "products"])
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
-    with model.context(n_ctx=512, n_seq_max=4, flash_attn=request.param) as made:
+    options = {"flash_attn": request.param != "products", "kernel": request.param == "kernel"}
+    if options["kernel"]:
+        pytest.importorskip("llvmlite")
+    with model.context(n_ctx=512, n_seq_max=4, **options) as made:
         yield made
 
 

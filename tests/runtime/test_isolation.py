@@ -21,9 +21,12 @@ def model(shared: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.fixture(params=[True, False], ids=["flash", "products"])
+@pytest.fixture(params=["kernel", "flash", "products"])
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
-    with model.context(n_ctx=512, n_seq_max=4, flash_attn=request.param) as made:
+    options = {"flash_attn": request.param != "products", "kernel": request.param == "kernel"}
+    if options["kernel"]:
+        pytest.importorskip("llvmlite")
+    with model.context(n_ctx=512, n_seq_max=4, **options) as made:
         yield made
 
 
@@ -52,6 +55,21 @@ def test_nan_in_freed_cells_reaches_no_logits(context: Context, n_tokens: int) -
     expected = logits_beside_freed_cells(context, n_tokens, poisoned=False)
     got = logits_beside_freed_cells(context, n_tokens, poisoned=True)
     assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 40])
+def test_with_the_kernel_nan_of_living_sequences_reaches_no_others(
+    model: Model, n_tokens: int
+) -> None:
+    pytest.importorskip("llvmlite")
+    with model.context(n_ctx=256, n_seq_max=4, kernel=True) as context:
+        context.decode(Batch.of(RNG_TOKENS[:50], seq_id=0))
+        context.decode(Batch.of(RNG_TOKENS[50:90], seq_id=1))
+        expected = context.decode(Batch.of(RNG_TOKENS[:n_tokens], seq_id=1, logits="all"))
+        context.cache.seq_rm(1, 40, -1)
+        poison(context, 0)
+        got = context.decode(Batch.of(RNG_TOKENS[:n_tokens], seq_id=1, logits="all"))
+        assert np.array_equal(got, expected)
 
 
 def test_a_failed_decode_leaves_no_nan_behind(

@@ -24,13 +24,13 @@ def model(shared: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.fixture(params=["flash", "products", "q8_0"])
+@pytest.fixture(params=["kernel", "flash", "products", "q8_0"])
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     kind = "q8_0" if request.param == "q8_0" else "f16"
-    flash_attn = request.param != "products"
-    with model.context(
-        n_ctx=64, n_seq_max=4, type_k=kind, type_v=kind, flash_attn=flash_attn
-    ) as made:
+    options = {"flash_attn": request.param != "products", "kernel": request.param == "kernel"}
+    if options["kernel"]:
+        pytest.importorskip("llvmlite")
+    with model.context(n_ctx=64, n_seq_max=4, type_k=kind, type_v=kind, **options) as made:
         yield made
 
 

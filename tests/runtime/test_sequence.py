@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcellar.batch import Batch
 from kvcellar.errors import BatchError, CacheFull, ClosedError, OptionError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.types import Float32Array
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,28 @@ def test_trim_takes_back_and_the_rest_goes_on_as_before(context: Context) -> Non
     sequence.append(" and nobody knows why").trim(len(sequence) - n)
     assert len(sequence) == n
     assert sequence.generate(6) == expected
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_neither_loses_nor_doubles_a_waiting_token(
+    context: Context, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    sequence = context.sequence("Once upon a time")
+    sequence.generate(2)
+    tokens, decode = sequence.tokens, context.decode
+
+    def interrupted(batch: Batch) -> Float32Array:
+        if when == "after":
+            decode(batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(context, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _ = sequence.logits
+    monkeypatch.undo()
+    assert sequence.tokens == tokens
+    assert len(sequence.logits) == context.model.spec.n_vocab
+    assert sequence.tokens == tokens
 
 
 def test_trim_reaches_tokens_not_yet_computed(context: Context) -> None:

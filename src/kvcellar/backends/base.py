@@ -175,6 +175,10 @@ class Weights(Protocol[T_co]):
 class Executor(Protocol):
     """Runs one model's forward pass over one store."""
 
+    @property
+    def lists_up_to(self) -> int:
+        """Plans of so many tokens are better given with lists of cells than with a mask."""
+
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
 
@@ -209,8 +213,18 @@ class ModelFile(Protocol[T]):
     def weight_bytes(self) -> int:
         """Bytes of its tensors."""
 
-    def open_cache(self, spec: CacheSpec, forward: Forward[T]) -> tuple[KVStore, Executor]:
+    def why_no_kernel(self, spec: CacheSpec) -> str | None:
+        """Why few tokens cannot attend through a kernel of our own; None if they can."""
+
+    def open_cache(
+        self, spec: CacheSpec, forward: Forward[T], *, kernel: bool = False
+    ) -> tuple[KVStore, Executor]:
         """A store of that shape and what runs a forward pass over it; the caller closes both.
+
+        Args:
+            spec: the shape.
+            forward: the pass.
+            kernel: whether few tokens attend through a kernel of our own.
 
         Raises:
             OptionError: types that do not fit the shape.

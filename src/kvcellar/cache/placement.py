@@ -19,7 +19,7 @@ import numpy as np
 from kvcellar.batch import Rows
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.errors import BatchError, CacheError, CacheFull
-from kvcellar.plan import MicroBatch, Plan, attention_mask
+from kvcellar.plan import MicroBatch, Plan, attention_mask, cell_lists
 from kvcellar.types import Float16Array, Int64Array, OwnerBits, unpack_owners
 
 _CHUNK = 2048
@@ -143,22 +143,30 @@ class Placement:
         """The cells of the batch's tokens, microbatch after microbatch."""
         return np.concatenate(self._cells)
 
-    def plans(self, mask_buffer: Float16Array | None = None) -> Iterator[Plan]:
+    def plans(
+        self, mask_buffer: Float16Array | None = None, lists_up_to: int = 0
+    ) -> Iterator[Plan]:
         """The plan of each microbatch, made when it is asked for.
 
         Args:
             mask_buffer: where masks are built, ``[>= n_ubatch, >= n_kv]``; a plan's mask is then
                 good until the next plan is taken.
+            lists_up_to: microbatches of at most so many tokens get lists of cells, not a mask.
         """
         for i in range(self._taken, len(self.micros)):
             self._require_open()
-            micro, table = self.micros[i], self._table
-            n_kv = padded_n_kv(self._tops[i], self._padding, table.size)
-            mask = attention_mask(
-                micro, table.positions[:n_kv], table.owners[:, :n_kv], mask_buffer
-            )
             self._taken = i + 1
-            yield Plan(micro, self._cells[i], mask)
+            yield self._plan(i, mask_buffer, self.micros[i].n_tokens <= lists_up_to)
+
+    def _plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> Plan:
+        micro, table, top = self.micros[i], self._table, self._tops[i]
+        if as_lists:
+            lists = cell_lists(micro, table.positions[:top], table.owners[:, :top])
+            return Plan(micro, self._cells[i], _no_mask(micro.n_tokens), lists)
+        n_kv = padded_n_kv(top, self._padding, table.size)
+        positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
+        mask = attention_mask(micro, positions, owners, mask_buffer)
+        return Plan(micro, self._cells[i], mask)
 
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
@@ -193,6 +201,10 @@ class Placement:
             self.commit()
         else:
             self.release()
+
+
+def _no_mask(n: int) -> Float16Array:
+    return np.empty((n, 0), np.float16)
 
 
 def micro_batch(rows: Rows, part: Int64Array) -> MicroBatch:

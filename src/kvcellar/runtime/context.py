@@ -35,6 +35,7 @@ class Context:
         model: the model.
         cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
         timings: how long decoding took.
+        n_ubatch: how many tokens are computed at once.
 
     Raises:
         OptionError: an option outside its range.
@@ -42,12 +43,13 @@ class Context:
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        spec = options.cache_spec(model.spec)
+        spec = options.cache_spec(model.spec, model.why_no_kernel)
         check_threshold(options.defrag_threshold)
         self.model = model
         self.timings = Timings()
-        self._n_ubatch = options.n_ubatch
-        self._store, self._executor = model.open_cache(spec)
+        self.n_ubatch = options.n_ubatch
+        use_kernel = options.use_kernel(spec, model.why_no_kernel)
+        self._store, self._executor = model.open_cache(spec, kernel=use_kernel)
         self.cache = AttentionCache(spec, self._store, defrag_threshold=options.defrag_threshold)
         self._free_ids = list(range(spec.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
@@ -176,9 +178,9 @@ class Context:
         in_graphs = 0.0
         spec = self.model.spec
         with self.cache.place(
-            batch, self._n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
+            batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
         ) as placement:
-            for plan in placement.plans():
+            for plan in placement.plans(lists_up_to=self._executor.lists_up_to):
                 before = perf_counter()
                 logits = self._executor.run(plan)
                 in_graphs += perf_counter() - before

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 from kvcellar.backends.base import Executor, KVStore
 from kvcellar.errors import ClosedError
@@ -21,6 +22,9 @@ from kvcellar.types import CacheSpec, KVType
 
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
+
+    Memory is given back by :meth:`close`, at the end of a ``with`` block, or when the last
+    reference is gone; that holds for contexts too.
 
     Args:
         path: a GGUF file.
@@ -50,7 +54,7 @@ class Model:
             self._file.close()
             raise
         self.weight_bytes = self._file.weight_bytes
-        self._contexts: list[Context] = []
+        self._contexts: WeakSet[Context] = WeakSet()
         self._closed = False
 
     @classmethod
@@ -92,6 +96,7 @@ class Model:
         type_k: str | KVType = KVType.F16,
         type_v: str | KVType = KVType.F16,
         flash_attn: bool | None = None,
+        kernel: bool | None = None,
         defrag_threshold: float | None = None,
     ) -> Context:
         """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
@@ -103,28 +108,36 @@ class Model:
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
         options = ContextOptions(
-            n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn, defrag_threshold
+            n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn, kernel, defrag_threshold
         )
         context = Context(self, options)
-        self._contexts.append(context)
+        self._contexts.add(context)
         return context
 
-    def open_cache(self, spec: CacheSpec) -> tuple[KVStore, Executor]:
+    def why_no_kernel(self, spec: CacheSpec) -> str | None:
+        """Why few tokens cannot attend through a kernel of our own; None if they can."""
+        return self._file.why_no_kernel(spec)
+
+    def open_cache(self, spec: CacheSpec, *, kernel: bool) -> tuple[KVStore, Executor]:
         """K and V of that shape and what computes over them; contexts are made of these.
+
+        Args:
+            spec: the shape.
+            kernel: whether few tokens attend through a kernel of our own.
 
         Raises:
             OptionError: a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
         """
-        return self._file.open_cache(spec, self.architecture.forward)
+        return self._file.open_cache(spec, self.architecture.forward, kernel=kernel)
 
     def close(self) -> None:
         """Close all contexts, stop the threads and unmap the file; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
-        while self._contexts:
-            self._contexts.pop().close()
+        for context in list(self._contexts):
+            context.close()
         self._file.close()
 
     def __enter__(self) -> Model:

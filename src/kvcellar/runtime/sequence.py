@@ -287,9 +287,16 @@ class Sequence:
 
     def _compute(self, ids: list[int], start: int | None = None) -> None:
         positions = None if start is None else range(start, start + len(ids))
-        logits = self.context.decode(Batch.of(ids, self.seq_id, positions, logits="last"))
-        self._logits = logits[-1]
-        self._pending = []
+        before, n_held = (self._pending, self._logits), len(self._held)
+        self._pending, self._logits = [], None
+        try:
+            batch = Batch.of(ids, self.seq_id, positions, logits="last")
+            self._logits = self.context.decode(batch)[-1]
+        except BaseException:
+            # Ctrl-C may come after the cells were filled: a token must not wait as well.
+            if len(self._held) == n_held:
+                self._pending, self._logits = before
+            raise
 
     def _compute_last_again(self) -> None:
         """After an edit the last token's logits are gone: take it out and compute it once more."""

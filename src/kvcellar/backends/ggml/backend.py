@@ -33,13 +33,15 @@ class GgmlBackend:
         LibraryError: libggml cannot be used.
     """
 
+    _handle: int | None = None
+
     def __init__(self, n_threads: int | None = None) -> None:
         self.n_threads = default_threads() if n_threads is None else n_threads
         if not 1 <= self.n_threads <= MAX_THREADS:
             raise OptionError(f"n_threads={n_threads}: must be in [1, {MAX_THREADS}]")
         self.library: Library = load()
         self.api = self.library.api
-        self._handle: int | None = self.api.ggml_backend_cpu_init()
+        self._handle = self.api.ggml_backend_cpu_init()
         if not self._handle:
             raise LibraryError("ggml's CPU backend does not start on this processor")
         self._pool = self._start_pool()
@@ -73,3 +75,6 @@ class GgmlBackend:
         if self._pool:
             self.api.ggml_threadpool_free(self._pool)
         self._handle = self._pool = None
+
+    def __del__(self) -> None:
+        self.close()

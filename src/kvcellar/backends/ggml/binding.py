@@ -21,6 +21,7 @@ ROPE_MODES: Mapping[str, int] = MappingProxyType({"normal": 0, "neox": 2})
 SUCCESS = 0  # GGML_STATUS_SUCCESS
 ABORTED = 1  # GGML_STATUS_ABORTED
 PREC_F32 = 10  # GGML_PREC_F32
+ALL_THREADS = -1  # GGML_N_TASKS_MAX
 HINT_HADAMARD = 1  # GGML_HINT_SRC0_IS_HADAMARD
 
 TYPE_F32 = 0
@@ -169,6 +170,7 @@ _MATH: dict[str, Signature] = {
     "ggml_rope_ext": (P, (P, P, P, P, I32, I32, I32, F32, F32, F32, F32, F32, F32)),
     "ggml_flash_attn_ext": (P, (P, P, P, P, P, F32, F32, F32)),
     "ggml_flash_attn_ext_set_prec": (None, (P, I32)),
+    "ggml_custom_4d": (P, (P, I32, I64, I64, I64, I64, P, I32, P, I32, P)),
 }
 
 _BACKEND: dict[str, Signature] = {

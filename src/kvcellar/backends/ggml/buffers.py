@@ -92,14 +92,14 @@ class KVBuffers:
     """
 
     def __init__(self, spec: CacheSpec, types: Sequence[BufferType]) -> None:
+        self._contexts: list[int] = []
+        self.handles: list[int] = []
         for kind in types:
             if not kind.is_host:
                 raise NotSupported(f"K and V in {kind.name} memory: rows are reached by address")
         check_available(BUFFER, spec.n_bytes)
         self._spec = spec
         self._api = load().api
-        self._contexts: list[int] = []
-        self.handles: list[int] = []
         self.k = [0] * len(spec.layers)
         self.v = [0] * len(spec.layers)
         try:
@@ -126,6 +126,9 @@ class KVBuffers:
             self._api.ggml_backend_buffer_free(self.handles.pop())
         while self._contexts:
             self._api.ggml_free(self._contexts.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
     def _allocate(self, kind: BufferType, layers: list[int]) -> None:
         spec = self._spec

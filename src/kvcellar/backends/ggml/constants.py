@@ -44,6 +44,9 @@ class Constants:
             self._api.ggml_free(context)
         self._tensors.clear()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _make(self, values: Float32Array) -> int:
         api = self._api
         context = api.ggml_init(InitParams(2 * api.ggml_tensor_overhead(), None, True))

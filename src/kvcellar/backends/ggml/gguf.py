@@ -140,7 +140,8 @@ def _read_array(api: Ggml, handle: int, i: int) -> object:
     n = api.gguf_get_arr_n(handle, i)
     if kind == _STRING:
         get = api.gguf_get_arr_str
-        return [get(handle, i, j).decode("utf-8", "replace") for j in range(n)]
+        # Tokens need not be UTF-8; two of them must not become the same text.
+        return [get(handle, i, j).decode("utf-8", "surrogateescape") for j in range(n)]
     if kind == _ARRAY:
         raise UnsupportedModel(f"metadata key {i} is an array of arrays")
     if n == 0:

@@ -25,8 +25,10 @@ from kvcellar.backends.ggml.binding import (
     InitParams,
 )
 from kvcellar.backends.ggml.constants import Constants
+from kvcellar.backends.ggml.inputs import Inputs, Target
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel
 from kvcellar.backends.ggml.memory import array_at
-from kvcellar.backends.ggml.ops import GgmlOps, Inputs, Target
+from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
@@ -66,7 +68,7 @@ class Graph:
     positions: AnyArray
     cells: AnyArray
     channels: AnyArray | None
-    mask: AnyArray
+    mask: AnyArray | None
     outputs: AnyArray | None
     logits: Float32Array
     starts: AnyArray  # where each channel of V begins when V lies across
@@ -82,7 +84,8 @@ class Graph:
         self.cells[:] = plan.cells
         if self.channels is not None:
             np.add.outer(plan.cells, self.starts, out=self.channels.reshape(plan.n_tokens, -1))
-        self.mask[:] = plan.mask
+        if self.mask is not None:
+            self.mask[:] = plan.mask
         if self.outputs is not None:
             self.outputs[:] = micro.outputs
 
@@ -90,15 +93,24 @@ class Graph:
 class GraphCache:
     """The most recently used graphs of one model over one store."""
 
-    def __init__(self, backend: GgmlBackend, store: GgmlStore, forward: Forward[int]) -> None:
+    _allocator: int | None = None
+
+    def __init__(
+        self,
+        backend: GgmlBackend,
+        store: GgmlStore,
+        forward: Forward[int],
+        kernel: AttentionKernel | None = None,
+    ) -> None:
         self._api = backend.api
         self._store = store
+        self._kernel = kernel
         self._forward = forward
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
         self._generation = store.generation
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
-        self._allocator: int | None = self._api.ggml_gallocr_new(kind)
+        self._allocator = self._api.ggml_gallocr_new(kind)
         self._n_bytes = 0
 
     @property
@@ -131,12 +143,16 @@ class GraphCache:
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
+        if self._allocator is None:
+            return
         self._drop_all()
         self._constants.close()
-        if self._allocator is not None:
-            self._api.ggml_gallocr_free(self._allocator)
-            self._allocator = None
-            self._n_bytes = 0
+        self._api.ggml_gallocr_free(self._allocator)
+        self._allocator = None
+        self._n_bytes = 0
+
+    def __del__(self) -> None:
+        self.close()
 
     def _reset(self) -> None:
         self._api.ggml_gallocr_free(self._allocator)
@@ -168,7 +184,8 @@ class GraphCache:
         inputs = self._declare_inputs(context, shape)
         graph = api.ggml_new_graph_custom(context, n_nodes, False)
         target = Target(api, context, graph)
-        ops = GgmlOps(target, inputs, self._store, self._constants, plan)
+        kernel = None if plan.lists is None else self._kernel
+        ops = GgmlOps(target, inputs, self._store, self._constants, plan, kernel)
         logits = self._forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
@@ -182,7 +199,7 @@ class GraphCache:
             positions=_view(inputs.positions, 1),
             cells=_view(inputs.cells, 1),
             channels=_view_or_none(inputs.channels, 1),
-            mask=_view(inputs.mask, 2),
+            mask=_view_or_none(inputs.mask, 2),
             outputs=_view_or_none(inputs.outputs, 1),
             logits=_view(logits, 2) if shape.n_outputs else np.empty((0, 0), dtype=np.float32),
             starts=np.arange(self._width_across(), dtype=np.int64) * self._store.spec.size,
@@ -209,7 +226,7 @@ class GraphCache:
             positions=declare(TYPE_I32, n),
             cells=declare(TYPE_I64, n),
             channels=declare(TYPE_I64, n * width) if width else None,
-            mask=declare(TYPE_F16, shape.n_kv, n),
+            mask=declare(TYPE_F16, shape.n_kv, n) if shape.n_kv else None,
             outputs=declare(TYPE_I32, shape.n_outputs) if partial else None,
         )
 
@@ -236,9 +253,21 @@ class GraphCache:
 class GgmlExecutor:
     """Runs a model's forward pass over a store. Implements ``Executor``."""
 
-    def __init__(self, backend: GgmlBackend, store: GgmlStore, forward: Forward[int]) -> None:
+    def __init__(
+        self,
+        backend: GgmlBackend,
+        store: GgmlStore,
+        forward: Forward[int],
+        kernel: AttentionKernel | None = None,
+    ) -> None:
         self._backend = backend
-        self._cache = GraphCache(backend, store, forward)
+        self._kernel = kernel
+        self._cache = GraphCache(backend, store, forward, kernel)
+
+    @property
+    def lists_up_to(self) -> int:
+        """Plans of so many tokens are better given with lists of cells than with a mask."""
+        return 0 if self._kernel is None else self._kernel.max_tokens
 
     @property
     def buffer_bytes(self) -> int:
@@ -249,6 +278,8 @@ class GgmlExecutor:
         """Compute a plan; see ``Executor.run``."""
         graph = self._cache.get(plan)
         graph.load(plan)
+        if plan.lists is not None and self._kernel is not None:
+            self._kernel.load(plan.lists)
         self._backend.compute(graph.graph)
         return graph.logits
 

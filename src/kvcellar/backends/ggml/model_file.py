@@ -9,6 +9,7 @@ from kvcellar.backends.base import Forward
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.backends.ggml.graph import GgmlExecutor
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.types import CacheSpec
@@ -29,10 +30,17 @@ class GgmlModelFile:
             self.weights.close()
             raise
 
-    def open_cache(self, spec: CacheSpec, forward: Forward[int]) -> tuple[GgmlStore, GgmlExecutor]:
+    def why_no_kernel(self, spec: CacheSpec) -> str | None:
+        """See ``ModelFile.why_no_kernel``."""
+        return why_no_kernel(spec)
+
+    def open_cache(
+        self, spec: CacheSpec, forward: Forward[int], *, kernel: bool = False
+    ) -> tuple[GgmlStore, GgmlExecutor]:
         """A store and the graphs over it; see ``ModelFile.open_cache``."""
         store = GgmlStore(spec, self._backend)
-        return store, GgmlExecutor(self._backend, store, forward)
+        ours = AttentionKernel(spec, self._backend.n_threads) if kernel else None
+        return store, GgmlExecutor(self._backend, store, forward, ours)
 
     def close(self) -> None:
         """Stop the threads and unmap the file; closing twice is fine."""

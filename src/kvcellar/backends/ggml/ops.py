@@ -7,12 +7,19 @@ attention node in the graph; nodes run in order, so attention sees them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import ctypes as c
 
 from kvcellar.backends.base import ExpertWeights, Part
-from kvcellar.backends.ggml.binding import HINT_HADAMARD, PREC_F32, ROPE_MODES, Ggml
+from kvcellar.backends.ggml.binding import (
+    ALL_THREADS,
+    HINT_HADAMARD,
+    PREC_F32,
+    ROPE_MODES,
+    TYPE_F32,
+)
 from kvcellar.backends.ggml.constants import Constants
+from kvcellar.backends.ggml.inputs import Inputs, Target
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.plan import Plan
@@ -20,27 +27,6 @@ from kvcellar.types import RopeSpec
 
 MANY_TOKENS = 32
 """From so many tokens on, V that lies across is turned and flash attention takes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The graph's input tensors; those it does not need are None."""
-
-    tokens: int | None  # i32 [n]
-    embeddings: int | None  # f32 [n, n_embd]
-    positions: int  # i32 [n]
-    cells: int  # i64 [n]
-    channels: int | None  # i64 [n * n_embd_v], where V's values go when V lies across
-    mask: int  # f16 [n, n_kv]
-    outputs: int | None  # i32 [n_outputs]
-
-
-class Target(NamedTuple):
-    """Where nodes are built."""
-
-    api: Ggml
-    context: int
-    graph: int
 
 
 class GgmlOps:
@@ -51,12 +37,19 @@ class GgmlOps:
     """
 
     def __init__(
-        self, target: Target, inputs: Inputs, store: GgmlStore, constants: Constants, plan: Plan
+        self,
+        target: Target,
+        inputs: Inputs,
+        store: GgmlStore,
+        constants: Constants,
+        plan: Plan,
+        kernel: AttentionKernel | None = None,
     ) -> None:
         self._api, self._context, self._graph = target
         self._inputs = inputs
         self._store = store
         self._constants = constants
+        self._kernel = kernel
         self.plan = plan
 
     def embed(self, table: int) -> int:
@@ -108,6 +101,8 @@ class GgmlOps:
                 return self._attend_by_products(layer, q, scale)
             return self._attend_flash(layer, q, scale)
         self._write_rows(self._store.v[layer], self._mix(v, spec.hadamard_v(layer)))
+        if self._kernel is not None:
+            return self._attend_by_lists(self._kernel, layer, q, scale)
         return self._attend_flash(layer, q, scale)
 
     def add(self, a: int, b: int) -> int:
@@ -227,6 +222,18 @@ class GgmlOps:
         if n > 1:
             by_head = self._node("ggml_reshape_3d", out, d_v, n, n_head)
             out = self._node("ggml_cont", self._swap(by_head))
+        return self._node("ggml_reshape_2d", out, d_v * n_head, n)
+
+    def _attend_by_lists(self, kernel: AttentionKernel, layer: int, q: int, scale: float) -> int:
+        """Our own kernel, over the cells of the plan's lists alone."""
+        n_head, n = self._ne(q)[1:3]
+        d_v = self._store.spec.layers[layer].head_dim_v
+        function, task = kernel.function(layer, n_head), kernel.task(scale)
+        sources = (c.c_void_p * 3)(q, self._store.k[layer], self._store.v[layer])
+        shape = (TYPE_F32, d_v, n_head, n, 1)
+        out = self._node(
+            "ggml_custom_4d", *shape, sources, len(sources), function, ALL_THREADS, task
+        )
         return self._node("ggml_reshape_2d", out, d_v * n_head, n)
 
     def _swap(self, x: int) -> int:

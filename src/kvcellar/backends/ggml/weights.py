@@ -18,6 +18,8 @@ class GgmlWeights:
     The file stays mapped until :meth:`close`; pages are read when first used.
     """
 
+    _context: int | None = None
+
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._api = load().api
@@ -25,7 +27,7 @@ class GgmlWeights:
         self._check_alignment()
         n = len(file.tensors)
         size = (n + 1) * self._api.ggml_tensor_overhead()
-        self._context: int | None = self._api.ggml_init(InitParams(size, None, True))
+        self._context = self._api.ggml_init(InitParams(size, None, True))
         self._buffer: int | None = self._api.ggml_backend_cpu_buffer_from_ptr(
             file.address(), file.n_bytes
         )
@@ -63,6 +65,9 @@ class GgmlWeights:
         self._api.ggml_backend_buffer_free(self._buffer)
         self._context = self._buffer = None
         self._tensors.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _check_alignment(self) -> None:
         for info in self._file.tensors.values():

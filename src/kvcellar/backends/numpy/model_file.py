@@ -26,8 +26,16 @@ class NumpyModelFile:
         self.weights = NumpyWeights(file)
         self.weight_bytes = file.n_bytes
 
+    def why_no_kernel(self, spec: CacheSpec) -> str | None:  # noqa: ARG002
+        """See ``ModelFile.why_no_kernel``."""
+        return "the NumPy backend has none"
+
     def open_cache(
-        self, spec: CacheSpec, forward: Forward[Float32Array]
+        self,
+        spec: CacheSpec,
+        forward: Forward[Float32Array],
+        *,
+        kernel: bool = False,  # noqa: ARG002
     ) -> tuple[NumpyStore, NumpyExecutor]:
         """A store and what computes over it; see ``ModelFile.open_cache``."""
         store = NumpyStore(spec)

@@ -103,6 +103,8 @@ class NumpyOps:
 class NumpyExecutor:
     """Runs a model's forward pass over any store. Implements ``Executor``."""
 
+    lists_up_to = 0
+
     def __init__(self, store: KVStore, forward: Forward[Float32Array]) -> None:
         self._store = store
         self._forward = forward

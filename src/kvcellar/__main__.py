@@ -1,0 +1,5 @@
+"""``python -m kvcellar`` is the command ``kvcellar``."""
+
+from kvcellar.cli.main import main
+
+main()

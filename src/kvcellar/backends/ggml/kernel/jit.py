@@ -1,0 +1,82 @@
+"""LLVM, where llvmlite is installed: what the processor can do, and kernels compiled for it.
+
+Compiling takes a tenth of a second, so nothing is kept on disk; llvmlite is imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from kvcellar.backends.ggml.kernel.shape import KernelShape
+
+ENV = "KVCELLAR_KERNEL"
+log = logging.getLogger("kvcellar.kernel")
+
+
+class Processor(NamedTuple):
+    """What vectors there are."""
+
+    lanes: int  # floats a vector
+    registers: int  # vectors that may accumulate at once, some being left for operands
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled function, which lives as long as its engine."""
+
+    address: int
+    engine: Any
+
+
+@lru_cache(maxsize=1)
+def processor() -> Processor | None:
+    """The processor's vectors; None where halves cannot be widened in hardware."""
+    import llvmlite.binding as llvm
+
+    machine = platform.machine().lower()
+    if machine in ("arm64", "aarch64"):
+        return Processor(4, 24)
+    if machine not in ("x86_64", "amd64"):
+        return None
+    has = llvm.get_host_cpu_features()
+    if has.get("avx512f") and has.get("avx512vl"):
+        return Processor(16, 24)
+    return Processor(8, 12) if has.get("avx2") and has.get("f16c") and has.get("fma") else None
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    if os.environ.get(ENV, "").lower() in ("0", "off", "no", "false"):
+        return f"{ENV} turns it off"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed: pip install 'kvcellar[fast]'"
+    return None if processor() else "this processor cannot widen halves"
+
+
+@cache  # graphs keep addresses
+def compile_attention(shape: KernelShape) -> Compiled:
+    """The attention kernel of a shape, as machine code."""
+    import llvmlite.binding as llvm
+
+    from kvcellar.backends.ggml.kernel.code import FUNCTION, kernel_ir
+
+    start = perf_counter()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple = llvm.get_process_triple()
+    module = llvm.parse_assembly(kernel_ir(shape, triple))
+    module.verify()
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    log.info("compiled %s in %.2f s", shape, perf_counter() - start)
+    return Compiled(engine.get_function_address(FUNCTION), engine)

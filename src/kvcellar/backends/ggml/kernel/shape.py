@@ -1,0 +1,46 @@
+"""What a kernel is made for, and the memory it needs; sizes that both sides have to agree on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+UNIT = 64
+"""Cells of a unit; a multiple of it where a list would have more than :data:`MANY` units."""
+MANY = 32
+BLOCK = 16
+"""Cells whose scores are computed before the next K/V head has its turn."""
+PREFETCHED = 48
+"""How far behind a unit lists are looked at, to ask for rows early."""
+QUAD = 4
+"""Cells whose scores are computed at once."""
+
+
+class KernelShape(NamedTuple):
+    """What a kernel is made for."""
+
+    head_dim_k: int
+    head_dim_v: int
+    group: int  # query heads a K/V head
+    lanes: int  # floats a vector, of which both head sizes are multiples
+    registers: int  # vectors that accumulate at once
+
+    @property
+    def item_floats(self) -> int:
+        """Floats an item leaves: weighted V, largest score and sum of weights of each head."""
+        return -(-self.group * (self.head_dim_v + 2) // 16) * 16
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of partial sums of products that a thread needs."""
+        return self.group * BLOCK // QUAD * self.lanes
+
+    def thread_bytes(self, n_head_kv: int, unit: int) -> int:
+        """Bytes a thread needs: partial sums, then scores of all heads."""
+        return 4 * (self.partial_floats + n_head_kv * self.group * unit)
+
+
+def tiles(n: int, most: int) -> list[range]:
+    """``range(n)`` in as few and as equal pieces of at most ``most`` as can be."""
+    n_pieces = -(-n // most)
+    edges = [n * i // n_pieces for i in range(n_pieces + 1)]
+    return [range(edges[i], edges[i + 1]) for i in range(n_pieces)]

@@ -1,0 +1,138 @@
+"""What can be said about a GGUF file without computing anything.
+
+A file that cannot be run is described as far as its metadata go, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.memory import available_bytes
+from kvcellar.errors import UnsupportedModel
+from kvcellar.models.base import ModelSpec
+from kvcellar.models.registry import load_architecture
+from kvcellar.types import KVType, LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TypeCost:
+    """What K and V of one type take; None where the type does not fit the heads."""
+
+    bytes_per_token: int | None
+    cells_that_fit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A model file; None where the file does not say.
+
+    ``n_head_kv`` and the head sizes are those of the first layer. ``memory_available`` is what is
+    left once the weights are in memory.
+    """
+
+    path: str
+    name: str | None
+    architecture: str
+    supported: bool
+    reason: str | None
+    n_layers: int | None
+    n_head: int | None
+    n_head_kv: int | None
+    head_dim_k: int | None
+    head_dim_v: int | None
+    n_embd: int | None
+    n_vocab: int | None
+    n_ctx_train: int | None
+    tokenizer: str | None
+    has_chat_template: bool
+    n_parameters: int
+    tensor_types: dict[str, int]
+    weight_bytes: int
+    file_bytes: int
+    memory_available: int | None
+    kv_types: dict[str, TypeCost]
+
+
+def inspect(path: Path) -> Inspection:
+    """Describe a file.
+
+    Raises:
+        ModelFileError: it is missing, truncated, damaged or not GGUF.
+    """
+    file = GgufFile(path)
+    spec, reason = _spec_of(file)
+    layers = () if spec is None else spec.layers
+    data = file.metadata
+    tensors = file.tensors.values()
+    weight_bytes = sum(tensor.n_bytes for tensor in tensors)
+    memory = available_bytes()
+    free = None if memory is None else max(0, memory - weight_bytes)
+    arch = _text(data, "general.architecture") or "unknown"
+    tokens = data.get("tokenizer.ggml.tokens")
+    return Inspection(
+        path=str(path),
+        name=_text(data, "general.name"),
+        architecture=arch,
+        supported=spec is not None,
+        reason=reason,
+        n_layers=_count(data, f"{arch}.block_count"),
+        n_head=_count(data, f"{arch}.attention.head_count"),
+        n_head_kv=layers[0].n_head_kv if layers else None,
+        head_dim_k=layers[0].head_dim_k if layers else None,
+        head_dim_v=layers[0].head_dim_v if layers else None,
+        n_embd=_count(data, f"{arch}.embedding_length"),
+        n_vocab=len(tokens) if isinstance(tokens, list) else None,
+        n_ctx_train=_count(data, f"{arch}.context_length"),
+        tokenizer=_tokenizer(data),
+        has_chat_template=bool(data.get("tokenizer.chat_template")),
+        n_parameters=sum(prod(tensor.shape) for tensor in tensors),
+        tensor_types=dict(Counter(tensor.type_name for tensor in tensors).most_common()),
+        weight_bytes=weight_bytes,
+        file_bytes=file.n_bytes,
+        memory_available=free,
+        kv_types={kind.label: _cost(kind, layers, free) for kind in KVType if layers},
+    )
+
+
+def _spec_of(file: GgufFile) -> tuple[ModelSpec | None, str | None]:
+    """The model's shape, or why it cannot be run."""
+    try:
+        weights = GgmlWeights(file)
+    except UnsupportedModel as error:
+        return None, str(error)
+    try:
+        return load_architecture(file.metadata, weights).spec, None
+    except UnsupportedModel as error:
+        return None, str(error)
+    finally:
+        weights.close()
+
+
+def _cost(kind: KVType, layers: tuple[LayerSpec, ...], free: int | None) -> TypeCost:
+    sizes = {size for layer in layers for size in (layer.head_dim_k, layer.head_dim_v)}
+    if any(size % kind.block_size for size in sizes):
+        return TypeCost(None, None)
+    rows = (kind.row_bytes(layer.n_embd_k) + kind.row_bytes(layer.n_embd_v) for layer in layers)
+    n_bytes = sum(rows)
+    return TypeCost(n_bytes, None if free is None else free // n_bytes)
+
+
+def _text(data: Mapping[str, object], key: str) -> str | None:
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _count(data: Mapping[str, object], key: str) -> int | None:
+    value = data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _tokenizer(data: Mapping[str, object]) -> str | None:
+    kind, pre = _text(data, "tokenizer.ggml.model"), _text(data, "tokenizer.ggml.pre")
+    return f"{kind}, {pre}" if kind and pre else kind

@@ -1,0 +1,93 @@
+"""``kvcellar run``: complete a prompt and print the text as it comes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcellar.cli import options as o
+from kvcellar.cli.console import read_prompt
+from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.output import Output
+from kvcellar.cli.prefill import read_tokens
+from kvcellar.cli.prompts import chat_ids, messages_of
+from kvcellar.cli.stats import print_stats
+from kvcellar.errors import CacheFull
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.context import Context
+
+PromptText = Annotated[
+    str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - or absent: read stdin.")
+]
+AsChat = Annotated[
+    bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+]
+
+
+def run(
+    model: o.ModelName,
+    prompt: PromptText = None,
+    max_tokens: o.MaxTokens = 256,
+    stop: o.Stop = None,
+    chat: AsChat = False,
+    system: o.System = None,
+    stats: o.ShowStats = False,
+    temperature: o.Temperature = 0.8,
+    top_k: o.TopK = 40,
+    top_p: o.TopP = 0.95,
+    min_p: o.MinP = 0.05,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    presence_penalty: o.PresencePenalty = 0.0,
+    frequency_penalty: o.FrequencyPenalty = 0.0,
+    seed: o.Seed = None,
+    n_ctx: o.NCtx = None,
+    type_k: o.TypeK = "f16",
+    type_v: o.TypeV = "f16",
+    threads: o.Threads = None,
+    n_ubatch: o.NUbatch = 512,
+) -> None:
+    """Complete a prompt; the text goes to stdout as it is generated.
+
+    With --chat or --system the prompt is a message, which the model answers.
+    """
+    output = Output()
+    penalties = (repetition_penalty, presence_penalty, frequency_penalty)
+    sampling = o.sampling(temperature, top_k, top_p, min_p, penalties, seed)
+    text = read_prompt(prompt)
+    setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
+    answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
+    with setup.open() as context:
+        ids = _prompt_ids(context, text, system, chat or system is not None)
+        try:
+            complete(context, ids, output, answering)
+        finally:
+            output.end()
+            if stats:
+                print_stats(context, output.seconds_to_first)
+
+
+def complete(context: Context, ids: list[int], output: Output, answering: o.Answering) -> None:
+    """Compute a prompt and write what follows it.
+
+    Raises:
+        BatchError: the prompt is empty.
+        CacheFull: no cell is left; what was generated has been written.
+        KeyboardInterrupt: Ctrl-C was pressed; likewise.
+    """
+    sequence = context.sequence()
+    with Interrupt() as interrupt:
+        read_tokens(sequence, ids, answering.n_ubatch, interrupt)
+        try:
+            for piece in answering.stream(sequence):
+                output.write(piece)
+                interrupt.check()
+        except CacheFull as error:
+            raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error
+
+
+def _prompt_ids(context: Context, text: str, system: str | None, as_chat: bool) -> list[int]:
+    if as_chat:
+        return chat_ids(context.model, messages_of(text, system))
+    return context.model.tokenizer.encode(text)

@@ -1,0 +1,47 @@
+"""What a run took: speed, first token, cells and bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcellar.cli.console import human_bytes, note
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.context import Context
+
+
+def print_stats(context: Context, seconds_to_first: float | None) -> None:
+    """Print everything about a run to stderr, a line each."""
+    times, spec = context.timings, context.spec
+    first = "none came" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
+    used = human_bytes(context.cache.used * spec.bytes_per_cell)
+    rows = (
+        ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
+        ("decode", _rate(times.decode_tokens, times.decode_seconds)),
+        ("first token", first),
+        ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
+        ("cells", f"{context.cache.used} of {spec.size} used"),
+        ("K/V", f"{used} of {human_bytes(spec.n_bytes)} ({_types(context)})"),
+    )
+    for name, value in rows:
+        note(f"{name:<12}{value}")
+
+
+def turn_stats(context: Context, n_reused: int, n_prompt: int) -> str:
+    """A turn of a conversation in one line."""
+    times = context.timings
+    return (
+        f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
+        f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
+        f" | {context.cache.used} of {context.spec.size} cells"
+    )
+
+
+def _rate(n_tokens: int, seconds: float) -> str:
+    if n_tokens == 0:
+        return "nothing"
+    return f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s"
+
+
+def _types(context: Context) -> str:
+    return f"K {context.spec.type_k.label}, V {context.spec.type_v.label}"

@@ -1,0 +1,58 @@
+"""``kvcellar tour``: what a cache that one can see and fork is good for, in half a minute."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kvcellar.cli.console import clean, console_for
+from kvcellar.runtime.demo import DEMO_NAME
+
+N_CELLS = 256
+PROMPT = "Deep in the cellar, behind the oldest barrel,"
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="[MODEL]", help="A GGUF file; the demo model if absent.")
+]
+Prompt = Annotated[str, typer.Option("--prompt", help="What to continue.")]
+Hurried = Annotated[bool, typer.Option("--fast", help="Do not wait for anybody to read.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Default: the idle processors.")]
+
+
+def tour(
+    model: ModelName = DEMO_NAME,
+    prompt: Prompt = PROMPT,
+    fast: Hurried = False,
+    threads: Threads = None,
+) -> None:
+    """A demonstration: an answer, three forks of it, a step back, and what each of them cost."""
+    from kvcellar.cli.stage import Stage
+    from kvcellar.cli.tour_steps import Tour
+    from kvcellar.runtime.demo import find_model
+    from kvcellar.runtime.model import Model
+
+    stage = Stage(console_for(sys.stdout), hurried=fast)
+    n_threads = idle_processors() if threads is None else threads
+    with Model.from_gguf(find_model(model), n_threads=n_threads) as loaded:
+        context = loaded.context(n_ctx=N_CELLS, n_seq_max=4)
+        try:
+            Tour(context, stage, clean(prompt)).run()
+        except KeyboardInterrupt:
+            stage.say("")
+            raise
+
+
+def idle_processors() -> int:
+    """The processors that nobody else uses, at least one.
+
+    Threads that compute a graph wait for each other after every operation: with more of them than
+    free processors a token takes a hundred times as long, and the tour is to end within a minute.
+    """
+    from kvcellar.backends.ggml.backend import default_threads
+
+    n_all = default_threads()
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, n_all - round(busy))

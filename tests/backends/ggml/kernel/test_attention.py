@@ -1,0 +1,211 @@
+"""The compiled kernel against attention written out in NumPy."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.backends.ggml.binding import Tensor
+from kvcellar.backends.ggml.kernel import attention
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel, unit_sizes, why_no_kernel
+from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
+from kvcellar.backends.ggml.kernel.shape import MANY, UNIT
+from kvcellar.plan import CellLists
+from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed: no kernel can be compiled")
+
+Operation = c.CFUNCTYPE(None, c.c_void_p, c.c_int, c.c_int, c.c_void_p)
+TOLERANCE = 2e-6
+VECTORS = {"avx512": Processor(16, 24), "avx2": Processor(8, 12), "neon": Processor(4, 24)}
+
+
+@pytest.fixture(autouse=True, params=VECTORS)
+def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every width, whatever this processor has: LLVM cuts vectors that are too wide."""
+    monkeypatch.setattr(attention, "processor", lambda: VECTORS[request.param])
+
+
+class Bench:
+    """One layer of random K, V and queries, and a node that attends to them."""
+
+    def __init__(
+        self, lists: Sequence[Sequence[int]], n_head_kv: int, group: int, d: int, d_v: int = 0
+    ) -> None:
+        self.lists, self.group, d_v = lists, group, d_v or d
+        rng, size = np.random.default_rng(5), max(map(max, lists)) + 1
+        spec = CacheSpec(size, 1, (LayerSpec(n_head_kv, d, d_v),))
+        self.k = rng.standard_normal((size, n_head_kv, d)).astype(np.float16)
+        self.v = rng.standard_normal((size, n_head_kv, d_v)).astype(np.float16)
+        self.q = rng.standard_normal((len(lists), n_head_kv * group, d)).astype(np.float32)
+        self.out: Float32Array = np.zeros((len(lists), n_head_kv * group, d_v), np.float32)
+        self.scale = 1 / d**0.5
+        self.kernel = AttentionKernel(spec, n_threads=8)
+        self._run = Operation(self.kernel.function(0, n_head_kv * group))
+        rows: list[AnyArray] = [x.reshape(size, -1) for x in (self.k, self.v)]
+        self._sources = [_tensor(self.q), *map(_tensor, rows)]
+        self._node = _tensor(self.out)
+        for i, source in enumerate(self._sources):
+            self._node.src[i] = c.addressof(source)
+
+    def run(self, n_threads: int = 1) -> Float32Array:
+        """Attend, as so many threads that run one after the other."""
+        self.load()
+        for i in range(n_threads):
+            self.step(i, n_threads)
+        return np.array(self.out)
+
+    def load(self) -> None:
+        self.out[:] = 7  # what is not written shows
+        starts = np.cumsum([0, *map(len, self.lists)]).astype(np.int32)
+        self.kernel.load(CellLists(np.concatenate(self.lists).astype(np.int32), starts))
+
+    def step(self, i: int, n_threads: int) -> None:
+        self._run(c.addressof(self._node), i, n_threads, self.kernel.task(self.scale))
+
+    def expected(self) -> AnyArray:
+        """The same in NumPy and double precision."""
+        k, v = (np.repeat(x.astype(np.float64), self.group, axis=1) for x in (self.k, self.v))
+        rows = []
+        for query, cells in zip(self.q.astype(np.float64), self.lists, strict=True):
+            scores = np.einsum("hd,nhd->hn", query, k[cells]) * self.scale
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            rows.append(np.einsum("hn,nhd->hd", weights, v[cells]))
+        return np.array(rows)
+
+
+def _tensor(array: AnyArray) -> Tensor:
+    tensor = Tensor()
+    tensor.data = array.ctypes.data
+    for i in range(4):
+        inside = i < array.ndim
+        tensor.ne[i] = array.shape[::-1][i] if inside else 1
+        tensor.nb[i] = array.strides[::-1][i] if inside else array.nbytes
+    return tensor
+
+
+def ragged(*lengths: int) -> list[list[int]]:
+    """Lists of these lengths over scattered cells, some of which are shared."""
+    rng = np.random.default_rng(3)
+    size = max(lengths) + 50
+    return [sorted(rng.choice(size, n, replace=False).tolist()) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("n_head_kv", "group", "d"),
+    [(3, 3, 64), (4, 1, 64), (1, 8, 128), (2, 4, 96), (1, 7, 20), (2, 4, 128), (1, 1, 4)],
+)
+def test_equals_attention_written_out(n_head_kv: int, group: int, d: int) -> None:
+    bench = Bench(ragged(1, 63, 64, 65, 200, 16, 17), n_head_kv, group, d)
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
+
+
+@given(
+    lists=st.lists(st.sets(st.integers(0, 150), min_size=1).map(sorted), min_size=1, max_size=5),
+    n_threads=st.integers(1, 8),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_lists_by_any_number_of_threads(lists: list[list[int]], n_threads: int) -> None:
+    bench = Bench(lists, 2, 3, 32)
+    np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
+
+
+def test_v_may_have_heads_of_another_size() -> None:
+    bench = Bench(ragged(100, 3), 2, 2, d=64, d_v=48)
+    np.testing.assert_allclose(bench.run(), bench.expected(), atol=TOLERANCE)
+
+
+def test_a_long_list_has_larger_units() -> None:
+    bench = Bench(ragged(MANY * UNIT + 1, 5000, 3), 1, 2, 32)
+    np.testing.assert_allclose(bench.run(3), bench.expected(), atol=TOLERANCE)
+
+
+def test_unit_sizes_bound_the_units() -> None:
+    lengths = np.array([1, MANY * UNIT, MANY * UNIT + 1, 10**6], np.int32)
+    sizes = unit_sizes(lengths)
+    assert sizes.tolist()[:3] == [UNIT, UNIT, 2 * UNIT]
+    assert (-(-lengths // sizes) <= MANY).all()
+
+
+def test_threads_change_no_bit() -> None:
+    bench = Bench(ragged(300, 1, 100), 3, 3, 64)
+    once = bench.run()
+    for n_threads in (2, 3, 5, 8):
+        np.testing.assert_array_equal(bench.run(n_threads), once)
+
+
+def test_threads_at_the_same_time_change_no_bit() -> None:
+    bench = Bench(ragged(600, 70, 300), 3, 3, 64)
+    once = bench.run()
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(50):
+            bench.load()
+            list(pool.map(lambda i: bench.step(i, 4), range(4)))
+            np.testing.assert_array_equal(bench.out, once)
+
+
+def test_lists_of_others_change_no_bit() -> None:
+    lists = ragged(300, 200, 90)
+    alone = Bench(lists, 2, 3, 64)
+    expected = alone.run(2)
+    alone.lists = [lists[0], list(range(5)), lists[2]]
+    np.testing.assert_array_equal(alone.run(3)[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("n", [5, 100])
+def test_nothing_but_the_lists_is_read(n: int) -> None:
+    bench = Bench([list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))], 2, 3, 64)
+    expected = bench.run()
+    bench.k[1::2] = bench.v[1::2] = np.nan
+    got = bench.run()
+    np.testing.assert_array_equal(got[0], expected[0])
+    assert np.isnan(got[1]).all()
+
+
+@pytest.mark.parametrize("n", [5, 100])
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_damaged_rows_of_ones_own_are_not_hidden(n: int, part: str, value: float) -> None:
+    bench = Bench([list(range(n))], 1, 2, 32)
+    getattr(bench, part)[n // 2] = value
+    assert not np.isfinite(bench.run()).any()
+
+
+def test_scores_of_any_size_give_finite_weights() -> None:
+    bench = Bench(ragged(90, 7), 1, 2, 32)
+    bench.q *= 1e4
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=1e-4)
+    bench.q[:] = 0
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"flash_attn": False}, "flash_attn=True"),
+        ({"type_v": KVType.Q8_0}, "not f16 and q8_0"),
+        ({"layers": (LayerSpec(1, 30, 32),)}, "no multiples of 4"),
+    ],
+)
+def test_what_does_not_suit_is_named(options: dict[str, Any], reason: str) -> None:
+    given_options: dict[str, Any] = {"layers": (LayerSpec(1, 32, 32),), **options}
+    assert reason in (why_no_kernel(CacheSpec(8, 1, **given_options)) or "")
+
+
+def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not() is None
+    monkeypatch.setenv(ENV, "off")
+    assert ENV in (why_not() or "")
+
+
+def test_without_llvmlite_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "kvcellar[fast]" in (why_not() or "")

@@ -1,0 +1,161 @@
+"""``kvcellar run``: text on stdout, all else on stderr, and every way to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import Invoke, Start
+
+
+def test_text_goes_to_stdout_and_nothing_else(invoke: Invoke, talker: Path) -> None:
+    result = invoke("run", talker, "hello", "-n", "8", "-t", "0", "--threads", "1")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.endswith("\n")
+    assert len(result.stdout) == 9
+
+
+def test_a_seed_makes_it_repeatable(invoke: Invoke, talker: Path) -> None:
+    texts = {
+        invoke("run", talker, "hello", "-n", "20", "--seed", seed).stdout
+        for seed in ("1", "1", "2")
+    }
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("args", [["hello"], ["-"], []])
+def test_the_prompt_may_be_piped(invoke: Invoke, talker: Path, args: list[str]) -> None:
+    common = ("-n", "8", "-t", "0")
+    expected = invoke("run", talker, "hello", *common).stdout
+    assert invoke("run", talker, *args, *common, stdin="hello\n").stdout == expected
+
+
+def test_stats_go_to_stderr(invoke: Invoke, talker: Path) -> None:
+    result = invoke("run", talker, "hello", "-n", "5", "-t", "0", "--stats", "--n-ctx", "64")
+    assert len(result.stdout) == 6
+    for text in (
+        "prefill     5 tokens",
+        "decode      4 tokens",
+        "first token after",
+        "9 of 64 used",
+    ):
+        assert text in result.stderr
+    assert "KiB (K f16, V f16)" in result.stderr
+
+
+def test_a_chat_prompt_goes_through_the_template(invoke: Invoke, talker: Path) -> None:
+    args = ("-n", "8", "-t", "0", "--stats")
+    plain, chat, system = (
+        invoke("run", talker, "hi", *args, *more)
+        for more in ([], ["--chat"], ["--system", "Be brief."])
+    )
+    assert len({plain.stdout, chat.stdout, system.stdout}) == 3
+    assert "prefill     2 tokens" in plain.stderr
+    n_chat = len("user\nhi\nassistant\n") + 3
+    assert f"prefill     {n_chat} tokens" in chat.stderr
+    n_system = n_chat + len("system\nBe brief.\n") + 2
+    assert f"prefill     {n_system} tokens" in system.stderr
+
+
+def test_a_stop_string_ends_the_text(invoke: Invoke, talker: Path) -> None:
+    text = invoke("run", talker, "hello", "-n", "20", "-t", "0").stdout
+    stop = text[10:12]
+    args = ("-n", "20", "-t", "0", "--stop", "\x00none", "--stop", stop)
+    assert invoke("run", talker, "hello", *args).stdout.rstrip("\n") == text[
+        : text.index(stop)
+    ].rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-t", "nan"], "temperature"),
+        (["--top-p", "2"], "top_p"),
+        (["--seed", "-1"], "seed"),
+        (["-n", "-2"], "max_tokens"),
+        (["--n-ctx", "0"], "n_ctx"),
+        (["--n-ctx", "9999999999"], "n_ctx"),
+        (["--n-ubatch", "0"], "n_ubatch"),
+        (["--type-k", "q9"], "unknown K/V type 'q9'"),
+        (["--threads", "0"], "n_threads"),
+        (["--n-ctx", "3"], "5 cells needed, 3 free"),
+        (["--stop", ""], "stop"),
+    ],
+)
+def test_bad_options_are_named(invoke: Invoke, talker: Path, args: list[str], message: str) -> None:
+    result = invoke("run", talker, "hello", *args)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_empty_prompt_is_an_error(invoke: Invoke, talker: Path) -> None:
+    result = invoke("run", talker, stdin="")
+    assert (result.exit_code, result.stderr) == (1, "error: the prompt is empty\n")
+
+
+def test_a_full_cache_ends_the_text_with_an_error(invoke: Invoke, talker: Path) -> None:
+    result = invoke("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "16", "--stats")
+    assert result.exit_code == 1
+    assert len(result.stdout.rstrip("\n")) >= 11
+    assert "error: 1 cells needed, 0 free: use a larger --n-ctx" in result.stderr
+    assert "16 of 16 used" in result.stderr
+
+
+def test_a_model_without_a_tokenizer_says_so(invoke: Invoke, shared: Path) -> None:
+    result = invoke("run", shared / "models/llama-dense.gguf", "hello")
+    assert result.exit_code == 1
+    assert "has no tokenizer" in result.stderr
+
+
+def test_characters_that_the_terminal_lacks_are_replaced(
+    start: Start, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("LC_ALL", "C")
+    with start("run", talker, os.fsencode("caf\xe9").decode(), "-n", "4", "--seed", "1") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.isascii()
+    with start("info", talker) as process:
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.isascii()
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(start: Start, talker: Path) -> None:
+    process = start("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "100000")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read() == b""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+def test_ctrl_c_keeps_what_was_written(start: Start, talker: Path) -> None:
+    args = ("-n", "-1", "-t", "0", "--n-ctx", "100000", "--threads", "1", "--stats")
+    with start("run", talker, "hello", *args) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first) == 5
+    assert rest.endswith(b"\n")
+    assert b"Traceback" not in err
+    assert b"first token after" in err
+
+
+@pytest.mark.model
+def test_the_demo_model_goes_on_with_a_story(invoke: Invoke, smollm2: Path) -> None:
+    args = ("-n", "12", "-t", "0", "--threads", "1", "--n-ctx", "64", "--stop", "\n")
+    result = invoke("run", smollm2, "The capital of France is", *args)
+    assert result.exit_code == 0, result.stderr
+    assert "Paris" in result.stdout

@@ -1,0 +1,62 @@
+"""Memory is given back by closing, by leaving a block, or by dropping the last reference."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import ClosedError, KVCellarError
+from kvcellar.runtime.model import Model
+
+
+@pytest.fixture
+def path(shared: Path) -> Path:
+    return shared / "models" / "llama-dense.gguf"
+
+
+def test_a_dropped_context_frees_its_cells(path: Path) -> None:
+    with Model.from_gguf(path, n_threads=1) as model:
+        for _ in range(3):
+            context = model.context(n_ctx=64)
+            store = weakref.ref(context.cache.store)
+            context.sequence([1, 2, 3])
+            del context
+            gc.collect()
+            assert store() is None
+
+
+def test_a_dropped_model_ends_its_threads(path: Path) -> None:
+    model = Model.from_gguf(path, n_threads=2)
+    backend = weakref.ref(model.backend)
+    model.context(n_ctx=64).sequence([1, 2, 3])
+    del model
+    gc.collect()
+    assert backend() is None
+
+
+def test_a_context_outlives_the_name_of_its_model(path: Path) -> None:
+    context = Model.from_gguf(path, n_threads=1).context(n_ctx=64)
+    gc.collect()
+    assert len(context.sequence([1, 2, 3])) == 3
+
+
+def test_closing_a_model_closes_its_contexts(path: Path) -> None:
+    with Model.from_gguf(path, n_threads=1) as model:
+        context = model.context(n_ctx=64)
+    model.close()
+    with pytest.raises(ClosedError):
+        context.sequence([1])
+    with pytest.raises(ClosedError, match=r"llama-dense\.gguf"):
+        model.context()
+
+
+def test_a_model_that_does_not_load_leaves_nothing(path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(path.read_bytes().replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
+    with pytest.raises(KVCellarError, match=r"blk\.1\.attn_q"):
+        Model.from_gguf(damaged)
+    gc.collect()
+    damaged.unlink()
