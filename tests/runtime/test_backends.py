@@ -14,8 +14,8 @@ from kvcellar.batch import Batch
 from kvcellar.errors import ModelFileError, OptionError, UnsupportedModel
 from kvcellar.runtime.backends import BACKENDS
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.sampler import log_softmax
 from kvcellar.testing.gguf_writer import write_gguf
+from kvcellar.testing.golden import mean_nll
 from kvcellar.testing.tiny_llama import TinyLlama
 
 
@@ -84,13 +84,11 @@ print(json.dumps([name for name in sys.modules if "ggml" in name]))
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_real_model_gives_the_same_probabilities(smollm2_path: Path) -> None:
-    """Within what rounding activations to eight bits, as ggml does here, comes to."""
-    rows = []
+def test_a_text_is_as_likely_on_either_backend(smollm2_path: Path, shared: Path) -> None:
+    """Single tokens differ by what rounding activations to eight bits, as ggml does, comes to."""
+    likelihoods = []
     for name in BACKENDS:
-        with Model.from_gguf(smollm2_path, backend=name) as model, model.context(n_ctx=64) as made:
-            tokens = model.tokenizer.encode("The capital of France is")
-            rows.append(log_softmax(made.decode(Batch.of(tokens))[0]))
-    best = np.argsort(rows[0])[-10:]
-    assert np.abs(rows[0] - rows[1])[best].max() < 0.35
-    assert np.argmax(rows[0]) == np.argmax(rows[1])
+        with Model.from_gguf(smollm2_path, backend=name) as model, model.context(n_ctx=96) as made:
+            tokens = model.tokenizer.encode((shared / "texts" / "alice.txt").read_text())
+            likelihoods.append(mean_nll(made, tokens[:96]))
+    assert likelihoods[0] == pytest.approx(likelihoods[1], rel=0.005)

@@ -30,11 +30,11 @@ def test_a_dropped_context_frees_its_cells(path: Path) -> None:
 
 def test_a_dropped_model_ends_its_threads(path: Path) -> None:
     model = Model.from_gguf(path, n_threads=2)
-    backend = weakref.ref(model.backend)
+    file = weakref.ref(model._file)
     model.context(n_ctx=64).sequence([1, 2, 3])
     del model
     gc.collect()
-    assert backend() is None
+    assert file() is None
 
 
 def test_a_context_outlives_the_name_of_its_model(path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -263,12 +262,7 @@ class Sequence:
     def __enter__(self) -> Sequence:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.errors import KVCellarError

@@ -250,48 +250,6 @@ class GraphCache:
         self._n_bytes = n_bytes
 
 
-class GgmlExecutor:
-    """Runs a model's forward pass over a store. Implements ``Executor``."""
-
-    def __init__(
-        self,
-        backend: GgmlBackend,
-        store: GgmlStore,
-        forward: Forward[int],
-        kernel: AttentionKernel | None = None,
-    ) -> None:
-        self._backend = backend
-        self._kernel = kernel
-        self._cache = GraphCache(backend, store, forward, kernel)
-
-    @property
-    def lists_up_to(self) -> int:
-        """Plans of so many tokens are better given with lists of cells than with a mask."""
-        return 0 if self._kernel is None else self._kernel.max_tokens
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the compute buffer."""
-        return self._cache.buffer_bytes
-
-    def run(self, plan: Plan) -> Float32Array:
-        """Compute a plan; see ``Executor.run``."""
-        graph = self._cache.get(plan)
-        graph.load(plan)
-        if plan.lists is not None and self._kernel is not None:
-            self._kernel.load(plan.lists)
-        self._backend.compute(graph.graph)
-        return graph.logits
-
-    def invalidate(self) -> None:
-        """Drop every graph; a resized store makes that happen by itself."""
-        self._cache.invalidate()
-
-    def close(self) -> None:
-        """Free graphs and buffer; closing twice is fine."""
-        self._cache.close()
-
-
 _DTYPES = {TYPE_F32: np.float32, TYPE_F16: np.float16, TYPE_I32: np.int32, TYPE_I64: np.int64}
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvcellar.backends.base import Forward
 from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
