@@ -7,12 +7,16 @@ Each test is named for its fault and cites the report; those about cells alone a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcellar.backends.ggml import rotation
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.compaction import plan_moves
+from kvcellar.errors import AllocationError
+from kvcellar.testing.agreement import snapshot as all_bytes
 from kvcellar.testing.signs import WIDE, Setup, check_rows, fill, keys
 from kvcellar.types import KVType, LayerSpec, RopeSpec
 from tests.cache.helpers import put
@@ -298,3 +302,27 @@ def test_churn_never_mixes_the_rows_of_sequences(setup: Setup) -> None:
                 cells = it.cache.table.cells_of(s)
                 at = it.cache.table.positions[cells].astype(np.int64)
                 check_rows(it.store, cells, at + 1000 * s, at, 0 * at)
+
+
+def test_a_rotation_without_memory_for_its_last_piece_turns_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first 512 rows were turned before memory for the rest was asked for: later, twice."""
+    build = rotation.RotationGraph.__init__
+
+    def fail(graph: rotation.RotationGraph, *args: Any) -> None:
+        if args[-1] != rotation.PIECE:
+            raise AllocationError("rotating K rows", 1)
+        build(graph, *args)
+
+    with signed(Setup(ggml_store, WIDE, KVType.F16), 600) as it:
+        it.put(0, 520)
+        it.cache.seq_add(0, 0, -1, 3)
+        before = all_bytes(it.cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(rotation.RotationGraph, "__init__", fail)
+            with pytest.raises(AllocationError):
+                it.cache.update()
+        assert all_bytes(it.cache) == before
+        it.update()
+        it.check(0, [*range(520)])

@@ -274,6 +274,22 @@ def test_an_outer_rollback_takes_back_what_an_inner_one_committed(setup: Setup) 
 
 
 @pytest.mark.parametrize("setup", SETUPS)
+def test_rows_rotated_on_both_levels_go_back_to_where_the_outer_one_began(setup: Setup) -> None:
+    with signed(setup) as it:
+        it.put(0, 4)
+        before = it.rows(0)
+        with it.cache.transaction() as outer:
+            it.cache.seq_add(0, 0, 3, 2)
+            it.cache.update()
+            for _ in range(2):
+                with it.cache.transaction():
+                    it.cache.seq_add(0, 0, -1, 1)
+                    it.cache.update()
+            outer.rollback()
+        assert it.rows(0) == before
+
+
+@pytest.mark.parametrize("setup", SETUPS)
 def test_an_inner_rollback_leaves_the_outer_one_its_own(setup: Setup) -> None:
     with signed(setup) as it:
         it.put(0, 4)

@@ -102,6 +102,5 @@ def test_a_store_that_is_wrong_is_found(make: MakeStore, method: str) -> None:
         return store
 
     setup = Setup(opened, MIXED, KVType.F32, KVType.F32)
-    with pytest.raises(AssertionError, match="has changed|errors"):
-        for seed in range(20):
-            soak.walk(setup, seed, 400)
+    with pytest.raises(AssertionError, match=r"has changed|errors"):
+        soak.walk(setup, 3, 4000)

@@ -163,7 +163,10 @@ class AttentionCache:
         self._upkeep.request(max_moves)
 
     def update(self) -> None:
-        """Apply what is pending: first rotate K rows, then compact."""
+        """Apply what is pending: first rotate K rows, then compact.
+
+        If a row cannot be copied, rows that were rotated stay so and compaction stays asked for.
+        """
         self._require_idle()
         self._upkeep.update()
 

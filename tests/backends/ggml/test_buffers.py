@@ -149,10 +149,10 @@ class TestAllocation:
     def test_sizes_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         a, b = FakeType("a"), FakeType("b")
         with caplog.at_level(logging.INFO, logger="kvcellar"):
-            KVBuffers(CacheSpec(2**15, 1, SPEC.layers, type_v=KVType.F32), (a, b, a)).close()
+            KVBuffers(CacheSpec(8192, 1, SPEC.layers, type_v=KVType.F32), (a, b, a)).close()
         assert [record.message for record in caplog.records] == [
-            "a K/V buffer: 4.00 MiB for 2 layers of 32768 cells, K (f16) 2.00 MiB, V (f32) 2.00 MiB",
-            "b K/V buffer: 1.25 MiB for 1 layers of 32768 cells, K (f16) 0.25 MiB, V (f32) 1.00 MiB",
+            "a K/V buffer: 1.00 MiB for 2 layers of 8192 cells, K (f16) 0.50 MiB, V (f32) 0.50 MiB",
+            "b K/V buffer: 0.31 MiB for 1 layers of 8192 cells, K (f16) 0.06 MiB, V (f32) 0.25 MiB",
         ]
 
     def test_an_exception_while_rows_are_moved_frees_the_new_buffers(

@@ -41,17 +41,15 @@ def rotate_rows(
         AllocationError: the work buffer cannot be had; nothing was rotated.
     """
     pieces = [slice(i, min(i + PIECE, len(cells))) for i in range(0, len(cells), PIECE)]
-    graph: RotationGraph | None = None
+    sizes = {piece.stop - piece.start for piece in pieces}
+    graphs: dict[int, RotationGraph] = {}
     try:
+        for n in sizes:  # all of them before any row is touched
+            graphs[n] = RotationGraph(backend, spec, tensors, n)
         for piece in pieces:
-            n = piece.stop - piece.start
-            if graph is None or graph.n != n:
-                if graph is not None:
-                    graph.close()
-                graph = RotationGraph(backend, spec, tensors, n)
-            graph.run(cells[piece], shifts[piece])
+            graphs[piece.stop - piece.start].run(cells[piece], shifts[piece])
     finally:
-        if graph is not None:
+        for graph in graphs.values():
             graph.close()
 
 
@@ -63,7 +61,7 @@ def magnitude_inverse(rope: RopeSpec) -> float:
 
 
 class RotationGraph:
-    """Rotates n K rows of every layer; built once, run for as many pieces as there are."""
+    """Rotates n K rows of every layer; built once, run for each piece of that size."""
 
     def __init__(self, backend: GgmlBackend, spec: CacheSpec, tensors: list[int], n: int) -> None:
         self.n = n
