@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcellar.errors import TokenizerError
@@ -32,6 +32,7 @@ def tokenizers(bpe: Maker, spm: Maker) -> list[Tokenizer]:
     skip_special=st.booleans(),
     continuing=st.booleans(),
 )
+@example(which=1, ids=[0, 259], skip_special=False, continuing=True)
 def test_parts_join_to_the_whole(
     tokenizers: list[Tokenizer], which: int, ids: list[int], skip_special: bool, continuing: bool
 ) -> None:
@@ -41,7 +42,9 @@ def test_parts_join_to_the_whole(
     parts.append(stream.finish())
     joined = "".join(parts)
     assert joined == tokenizer.decode(ids, skip_special=skip_special, continuing=continuing)
-    if continuing or not tokenizer.strips_space:
+    # Behind a special token the encoder puts a space again, which is not part of the text.
+    begins_anew = any(tokenizer.is_matched_whole(i) for i in ids)
+    if not tokenizer.strips_space or (continuing and not begins_anew):
         kept = [i for i in ids if not (skip_special and tokenizer.is_special(i))]
         data = b"".join(tokenizer.token_bytes(i) for i in kept)
         assert joined == data.decode("utf-8", "replace")
