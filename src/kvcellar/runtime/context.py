@@ -6,7 +6,6 @@ import heapq
 import threading
 from collections.abc import Iterable
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -156,12 +155,7 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

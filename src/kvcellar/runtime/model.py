@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakSet
 
 from kvcellar.backends.base import Executor, KVStore
@@ -143,12 +142,7 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

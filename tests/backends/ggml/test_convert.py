@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.backends.ggml.convert import from_rows, hadamard, to_rows, transform
+from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.hadamard import hadamard, transform
 from kvcellar.types import KVType
 
 # The largest error as a share of the largest value of a block.

@@ -49,11 +49,6 @@ def test_what_is_too_large_becomes_infinite(kind: KVType) -> None:
     np.testing.assert_array_equal(convert.from_rows(stored, kind), [[np.inf, -np.inf]])
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_the_transform_is_ggmls(size: int) -> None:
-    np.testing.assert_allclose(convert.hadamard(size), ggml.hadamard(size), atol=1e-7)
-
-
 @pytest.mark.parametrize("option", ["type_k", "type_v"])
 def test_a_type_that_the_library_cannot_make_is_refused(option: str) -> None:
     kinds = {option: KVType.IQ4_NL}

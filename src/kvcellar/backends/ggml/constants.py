@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, InitParams
-from kvcellar.backends.ggml.convert import hadamard
 from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.hadamard import hadamard
 from kvcellar.errors import AllocationError
 from kvcellar.types import Float32Array
 

@@ -5,8 +5,6 @@ ggml's own kernels make the K/V types; quantised rows lie under a Hadamard trans
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from kvcellar.backends.ggml.library import load
@@ -35,22 +33,3 @@ def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
     traits = load().api.ggml_get_type_traits(kind.ggml_id).contents
     traits.to_float(source.ctypes.data, out.ctypes.data, n * width)
     return out
-
-
-@lru_cache(maxsize=8)
-def hadamard(size: int) -> Float32Array:
-    """The symmetric orthogonal Hadamard matrix of a power of two; it is its own inverse."""
-    matrix = np.ones((1, 1), dtype=np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix /= np.float32(size**0.5)
-    matrix.setflags(write=False)
-    return matrix
-
-
-def transform(rows: Float32Array, size: int) -> Float32Array:
-    """Rows with the transform applied to each run of ``size`` values; twice gives them back."""
-    if size == 0:
-        return rows
-    mixed: Float32Array = (rows.reshape(-1, size) @ hadamard(size)).reshape(rows.shape)
-    return mixed

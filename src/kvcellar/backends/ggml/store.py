@@ -13,8 +13,9 @@ from kvcellar.backends.base import Part
 from kvcellar.backends.checks import check_types
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.buffers import BufferType, KVBuffers, layer_buffer_types
-from kvcellar.backends.ggml.convert import from_rows, to_rows, transform
+from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.rotation import rotate_rows
+from kvcellar.backends.hadamard import transform
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array
 

@@ -5,8 +5,6 @@ f32, f16 and bf16 are made here, blocks by the library ``gguf``, which cannot ma
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from kvcellar.backends.numpy.library import quants
@@ -67,21 +65,3 @@ def _upper_half(rows: Float32Array) -> np.ndarray[tuple[int, ...], np.dtype[np.u
     bits = rows.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(rows), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
-@lru_cache(maxsize=8)
-def hadamard(size: int) -> Float32Array:
-    """The Hadamard matrix of a power of two: its own inverse. ±1 by the bits that i and j share."""
-    shared = np.bitwise_and.outer(np.arange(size), np.arange(size))
-    odd = np.vectorize(lambda bits: bits.bit_count() % 2)(shared.astype(object)).astype(np.int64)
-    matrix: Float32Array = ((1 - 2 * odd) / size**0.5).astype(np.float32)
-    matrix.setflags(write=False)
-    return matrix
-
-
-def transform(rows: Float32Array, size: int) -> Float32Array:
-    """Rows with the transform applied to each run of ``size`` values; twice gives them back."""
-    if size == 0:
-        return rows
-    mixed: Float32Array = (rows.reshape(-1, size) @ hadamard(size)).reshape(rows.shape)
-    return mixed

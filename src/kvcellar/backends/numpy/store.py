@@ -12,8 +12,9 @@ import numpy as np
 
 from kvcellar.backends.base import Part
 from kvcellar.backends.checks import check_types
+from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
-from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows, transform
+from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows
 from kvcellar.backends.numpy.rope import rotated
 from kvcellar.errors import AllocationError
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
