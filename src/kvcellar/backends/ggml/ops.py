@@ -12,14 +12,13 @@ import ctypes as c
 from kvcellar.backends.base import ExpertWeights, Part
 from kvcellar.backends.ggml.binding import (
     ALL_THREADS,
-    HINT_HADAMARD,
     PREC_F32,
-    ROPE_MODES,
     TYPE_F32,
 )
 from kvcellar.backends.ggml.constants import Constants
 from kvcellar.backends.ggml.inputs import Inputs, Target
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel
+from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.plan import Plan
@@ -48,7 +47,8 @@ class GgmlOps:
         self._api, self._context, self._graph = target
         self._inputs = inputs
         self._store = store
-        self._constants = constants
+        self._nodes = Nodes(self._api, self._context, constants)
+        self._node = self._nodes.add
         self._kernel = kernel
         self.plan = plan
 
@@ -74,33 +74,19 @@ class GgmlOps:
 
     def rope(self, x: int, spec: RopeSpec) -> int:
         """Rotate ``[n, n_head, d]`` by the input positions."""
-        return self._node(
-            "ggml_rope_ext",
-            x,
-            self._inputs.positions,
-            None if spec.factors is None else self._constants.factors(spec.factors),
-            spec.n_rot,
-            ROPE_MODES[spec.mode],
-            spec.n_ctx_orig,
-            spec.freq_base,
-            spec.freq_scale,
-            spec.ext_factor,
-            spec.attn_factor,
-            spec.beta_fast,
-            spec.beta_slow,
-        )
+        return self._nodes.rope(x, self._inputs.positions, spec, spec.attn_factor)
 
     def attention(self, layer: int, q: int, k: int, v: int, scale: float) -> int:
         """Write k and v to the input cells, then attend through the mask."""
         spec = self._store.spec
-        q, k = (self._mix(x, spec.hadamard_k(layer)) for x in (q, k))
+        q, k = (self._nodes.mix(x, spec.hadamard_k(layer)) for x in (q, k))
         self._write_rows(self._store.k[layer], k)
         if spec.v_trans:
             self._write_channels(self._store.v[layer], v)
             if self.plan.n_tokens < MANY_TOKENS:
                 return self._attend_by_products(layer, q, scale)
             return self._attend_flash(layer, q, scale)
-        self._write_rows(self._store.v[layer], self._mix(v, spec.hadamard_v(layer)))
+        self._write_rows(self._store.v[layer], self._nodes.mix(v, spec.hadamard_v(layer)))
         if self._kernel is not None:
             return self._attend_by_lists(self._kernel, layer, q, scale)
         return self._attend_flash(layer, q, scale)
@@ -199,7 +185,7 @@ class GgmlOps:
         mask = self._inputs.mask
         out = self._node("ggml_flash_attn_ext", queries, keys, values, mask, scale, 0.0, 0.0)
         self._api.ggml_flash_attn_ext_set_prec(out, PREC_F32)
-        out = self._mix(out, self._store.spec.hadamard_v(layer))
+        out = self._nodes.mix(out, self._store.spec.hadamard_v(layer))
         d, n_head, n = self._ne(out)[:3]
         return self._node("ggml_reshape_2d", out, d * n_head, n)
 
@@ -266,19 +252,5 @@ class GgmlOps:
         n_kv = self.plan.n_kv
         return self._node("ggml_view_3d", values, n_kv, d, shape.n_head_kv, row, row * d, 0)
 
-    def _mix(self, x: int, size: int) -> int:
-        """Apply the Hadamard transform to each run of ``size`` values; 0 for none."""
-        if size == 0:
-            return x
-        d, n_head, n = self._ne(x)[:3]
-        runs = self._node("ggml_reshape_2d", x, size, d * n_head * n // size)
-        mixed = self._node("ggml_mul_mat", self._constants.hadamard(size), runs)
-        self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
-        return self._node("ggml_reshape_3d", mixed, d, n_head, n)
-
     def _ne(self, tensor: int) -> tuple[int, ...]:
         return tuple(tensor_at(tensor).ne)
-
-    def _node(self, function: str, *args: object) -> int:
-        node: int = getattr(self._api, function)(self._context, *args)
-        return node

@@ -11,15 +11,10 @@ from math import log
 import numpy as np
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import (
-    HINT_HADAMARD,
-    ROPE_MODES,
-    TYPE_I32,
-    TYPE_I64,
-    InitParams,
-)
+from kvcellar.backends.ggml.binding import TYPE_I32, TYPE_I64, InitParams
 from kvcellar.backends.ggml.constants import Constants
 from kvcellar.backends.ggml.memory import array_at
+from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.errors import AllocationError
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, Int64Array, RopeSpec
@@ -74,6 +69,8 @@ class RotationGraph:
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._allocator = self._api.ggml_gallocr_new(kind)
         self._constants = Constants(self._api)
+        self._nodes = Nodes(self._api, self._context, self._constants)
+        self._node = self._nodes.add
         self._cells = self._input(TYPE_I64, n)
         self._rows = self._input(TYPE_I32, n)
         self._shifts = self._input(TYPE_I32, n)
@@ -109,47 +106,17 @@ class RotationGraph:
             return
         size, n_head, d = spec.hadamard_k(i), layer.n_head_kv, layer.head_dim_k
         rows = self._node("ggml_get_rows", tensor, self._rows)
-        heads = self._mix(self._node("ggml_reshape_3d", rows, d, n_head, self.n), size)
-        turned = self._mix(self._rope(heads, layer.rope), size)
+        heads = self._nodes.mix(self._node("ggml_reshape_3d", rows, d, n_head, self.n), size)
+        pure = magnitude_inverse(layer.rope)
+        turned = self._nodes.mix(self._nodes.rope(heads, self._shifts, layer.rope, pure), size)
         flat = self._node("ggml_reshape_2d", turned, d * n_head, self.n)
         written = self._node("ggml_set_rows", tensor, flat, self._cells)
         self._api.ggml_build_forward_expand(self._graph, written)
-
-    def _rope(self, x: int, rope: RopeSpec) -> int:
-        factors = None if rope.factors is None else self._constants.factors(rope.factors)
-        return self._node(
-            "ggml_rope_ext",
-            x,
-            self._shifts,
-            factors,
-            rope.n_rot,
-            ROPE_MODES[rope.mode],
-            rope.n_ctx_orig,
-            rope.freq_base,
-            rope.freq_scale,
-            rope.ext_factor,
-            magnitude_inverse(rope),
-            rope.beta_fast,
-            rope.beta_slow,
-        )
-
-    def _mix(self, x: int, size: int) -> int:
-        if size == 0:
-            return x
-        d, n_head, n = tensor_at(x).ne[:3]
-        runs = self._node("ggml_reshape_2d", x, size, d * n_head * n // size)
-        mixed = self._node("ggml_mul_mat", self._constants.hadamard(size), runs)
-        self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
-        return self._node("ggml_reshape_3d", mixed, d, n_head, n)
 
     def _input(self, kind: int, n: int) -> int:
         tensor = self._node("ggml_new_tensor_1d", kind, n)
         self._api.ggml_set_input(tensor)
         return tensor
-
-    def _node(self, function: str, *args: object) -> int:
-        node: int = getattr(self._api, function)(self._context, *args)
-        return node
 
 
 def _view(tensor: int, shape: tuple[int, ...], dtype: type[np.generic]) -> AnyArray:

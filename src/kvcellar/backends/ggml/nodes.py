@@ -1,0 +1,53 @@
+"""Nodes of a ggml graph that more than one kind of graph is built of."""
+
+from __future__ import annotations
+
+from kvcellar.backends.ggml.binding import HINT_HADAMARD, ROPE_MODES, Ggml
+from kvcellar.backends.ggml.constants import Constants
+from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.types import RopeSpec
+
+
+class Nodes:
+    """Makes nodes in one ggml context; a tensor is its C address."""
+
+    def __init__(self, api: Ggml, context: int, constants: Constants) -> None:
+        self._api = api
+        self._context = context
+        self._constants = constants
+
+    def add(self, function: str, *args: object) -> int:
+        """The node that a function of ggml makes of these arguments."""
+        node: int = getattr(self._api, function)(self._context, *args)
+        return node
+
+    def rope(self, x: int, positions: int, spec: RopeSpec, attn_factor: float) -> int:
+        """Rotate ``[n, n_head, d]`` by positions ``[n]``, and multiply by YaRN's magnitude."""
+        return self.add(
+            "ggml_rope_ext",
+            x,
+            positions,
+            None if spec.factors is None else self._constants.factors(spec.factors),
+            spec.n_rot,
+            ROPE_MODES[spec.mode],
+            spec.n_ctx_orig,
+            spec.freq_base,
+            spec.freq_scale,
+            spec.ext_factor,
+            attn_factor,
+            spec.beta_fast,
+            spec.beta_slow,
+        )
+
+    def mix(self, x: int, size: int) -> int:
+        """Apply the Hadamard transform to each run of ``size`` values of ``[n, n_head, d]``.
+
+        0 for none; applied twice it gives x back.
+        """
+        if size == 0:
+            return x
+        d, n_head, n = tensor_at(x).ne[:3]
+        runs = self.add("ggml_reshape_2d", x, size, d * n_head * n // size)
+        mixed = self.add("ggml_mul_mat", self._constants.hadamard(size), runs)
+        self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
+        return self.add("ggml_reshape_3d", mixed, d, n_head, n)
