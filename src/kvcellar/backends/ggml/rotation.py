@@ -75,11 +75,14 @@ class RotationGraph:
         self._rows = self._input(TYPE_I32, n)
         self._shifts = self._input(TYPE_I32, n)
         self._graph = self._api.ggml_new_graph_custom(self._context, n_nodes, False)
-        for i, tensor in enumerate(tensors):
-            self._add_layer(spec, i, tensor)
-        if not self._api.ggml_gallocr_alloc_graph(self._allocator, self._graph):
+        try:
+            for i, tensor in enumerate(tensors):
+                self._add_layer(spec, i, tensor)
+            if not self._api.ggml_gallocr_alloc_graph(self._allocator, self._graph):
+                raise AllocationError("rotating K rows", n * spec.layers[0].n_embd_k * 4)
+        except BaseException:
             self.close()
-            raise AllocationError("rotating K rows", n * spec.layers[0].n_embd_k * 4)
+            raise
 
     def run(self, cells: Int64Array, shifts: Int32Array) -> None:
         """Rotate the rows of n cells."""
