@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcellar import plan as plan_module
 from kvcellar.errors import OptionError
 from kvcellar.plan import (
+    CellPlan,
     MicroBatch,
     Plan,
     attention_mask,
@@ -130,7 +131,8 @@ class TestLists:
 class TestPlan:
     def plan(self, cells: list[int]) -> Plan:
         micro = micro_of([NaiveToken(0, i, frozenset({0})) for i in range(len(cells))])
-        return Plan(micro, np.array(cells, np.int64), np.zeros((len(cells), 32), np.float16))
+        mask = np.zeros((len(cells), 32), np.float16)
+        return Plan(micro, (CellPlan(np.array(cells, np.int64), mask),))
 
     def test_sizes(self) -> None:
         plan = self.plan([4, 5])

@@ -3,7 +3,8 @@
 A :class:`MicroBatch` is what is computed at once; a :class:`Plan` adds where its K and V rows go
 and which cells each of its tokens may attend to. Plans are values: a backend needs nothing else.
 
-A token may attend to a cell if they share an owner and the cell's position is not after its own.
+A token may attend to a cell if they share an owner and the cell's position is not after its own,
+nor further back than the window, where there is one.
 
 The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
 every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
@@ -61,23 +62,17 @@ class CellLists:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A placed microbatch: cell ``cells[i]`` receives token i's K and V rows.
+class CellPlan:
+    """Where a group of attention layers reads and writes: cell ``cells[i]`` receives token i.
 
     ``mask[i, c]`` is 0 where token i may attend to cell c and -inf elsewhere; n_kv cells are
-    looked at, a multiple of the padding (or the whole cache). A plan has either a mask or lists
+    looked at, a multiple of the padding (or the whole cache). There is either a mask or lists
     of cells that say the same; with lists, n_kv is 0.
     """
 
-    micro: MicroBatch
     cells: Int64Array  # [n]
     mask: Float16Array  # [n, n_kv]
     lists: CellLists | None = None
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens are computed."""
-        return self.micro.n_tokens
 
     @property
     def n_kv(self) -> int:
@@ -90,11 +85,70 @@ class Plan:
         return bool(np.all(np.diff(self.cells) == 1))
 
 
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Where recurrent layers read and write.
+
+    The microbatch's tokens are those of sequence after sequence, equally many of each. Sequence i
+    starts from the state in row ``sources[i]`` and leaves its new one in row ``targets[i]``, a row
+    that nobody else refers to; the row behind the last (``n_rows``) is a state of zeros.
+    """
+
+    sources: Int32Array  # [n_seqs]
+    targets: Int64Array  # [n_seqs]
+
+    @property
+    def n_seqs(self) -> int:
+        """How many sequences take part."""
+        return len(self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placed microbatch: what is computed, and where each kind of layer reads and writes."""
+
+    micro: MicroBatch
+    groups: tuple[CellPlan, ...]
+    states: StatePlan | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are computed."""
+        return self.micro.n_tokens
+
+    @property
+    def cells(self) -> Int64Array:
+        """The first group's cells."""
+        return self.groups[0].cells
+
+    @property
+    def mask(self) -> Float16Array:
+        """The first group's mask."""
+        return self.groups[0].mask
+
+    @property
+    def lists(self) -> CellLists | None:
+        """The first group's lists."""
+        return self.groups[0].lists
+
+    @property
+    def n_kv(self) -> int:
+        """How many cells the first group's mask is about."""
+        return self.groups[0].n_kv
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the first group's cells are one run."""
+        return self.groups[0].is_contiguous
+
+
 def attention_mask(
     micro: MicroBatch,
     positions: Int32Array,
     owners: OwnerBits,
     out: Float16Array | None = None,
+    *,
+    window: int = 0,
 ) -> Float16Array:
     """The mask of a microbatch over cells at these positions, with these owners.
 
@@ -103,6 +157,7 @@ def attention_mask(
         positions: of the n_kv cells looked at, ``[n_kv]``; those just placed belong to them.
         owners: of the same cells, ``[n_words, n_kv]``.
         out: where to build it, at least ``[n, n_kv]``; the result is then a view of this array.
+        window: how many positions a token sees, its own included; 0: all.
     """
     shape = (micro.n_tokens, len(positions))
     if out is None:
@@ -113,20 +168,28 @@ def attention_mask(
         allowed = _owned(owners, wanted)
         if len(rows) == 1:
             allowed &= positions <= micro.positions[rows[0]]
+            if window:
+                allowed &= positions > micro.positions[rows[0]] - window
             np.multiply(~allowed, _MINUS_INF, out=bits[rows[0]])
         else:
-            _fill_rows(bits, rows, micro.positions, np.where(allowed, positions, _NEVER))
+            keys = np.where(allowed, positions, _NEVER)
+            _fill_rows(bits, rows, micro.positions, keys, window)
     return mask
 
 
-def cell_lists(micro: MicroBatch, positions: Int32Array, owners: OwnerBits) -> CellLists:
+def cell_lists(
+    micro: MicroBatch, positions: Int32Array, owners: OwnerBits, window: int = 0
+) -> CellLists:
     """The cells that each token may attend to: those where :func:`attention_mask` has a 0."""
     found: list[Int32Array] = [_NO_CELLS] * micro.n_tokens
     for rows, wanted in _owner_sets(micro.owners):
         cells = np.flatnonzero(_owned(owners, wanted)).astype(np.int32)
         at = positions[cells]
         for row in rows:
-            found[row] = cells[at <= micro.positions[row]]
+            seen = at <= micro.positions[row]
+            if window:
+                seen &= at > micro.positions[row] - window
+            found[row] = cells[seen]
     starts = np.zeros(len(found) + 1, np.int32)
     np.cumsum([len(cells) for cells in found], out=starts[1:])
     return CellLists(np.concatenate(found), starts)
@@ -158,6 +221,7 @@ def _fill_rows(
     rows: Int64Array,
     positions: Int32Array,
     keys: Int32Array,
+    window: int,
 ) -> None:
     """Fill mask rows from the cells' positions; a cell of another owner has one never reached."""
     step = max(1, _BLOCK // max(1, len(keys)))
@@ -165,6 +229,8 @@ def _fill_rows(
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         hidden = keys > positions[part, np.newaxis]
+        if window:
+            hidden |= keys <= positions[part, np.newaxis] - window
         if dense:
             np.multiply(hidden, _MINUS_INF, out=bits[int(part[0]) : int(part[-1]) + 1])
         else:

@@ -95,12 +95,19 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps for each cell: K and V of ``n_head_kv`` heads."""
+    """What one layer keeps for each cell: K and V of ``n_head_kv`` heads.
+
+    ``window`` is how many tokens a token attends to, itself included; 0: all before it. With
+    ``v_offset``, V is the ``head_dim_v`` values of a K head from there on, and no V is stored
+    (DeepSeek's latent attention).
+    """
 
     n_head_kv: int
     head_dim_k: int
     head_dim_v: int
     rope: RopeSpec | None = None
+    window: int = 0
+    v_offset: int | None = None
 
     @property
     def n_embd_k(self) -> int:
@@ -109,8 +116,8 @@ class LayerSpec:
 
     @property
     def n_embd_v(self) -> int:
-        """Values of V a cell."""
-        return self.n_head_kv * self.head_dim_v
+        """Values of V that are stored a cell."""
+        return 0 if self.v_offset is not None else self.n_head_kv * self.head_dim_v
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,11 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.padding == 0:
             object.__setattr__(self, "padding", 256 if self.flash_attn else 32)
+
+    @property
+    def window(self) -> int:
+        """How many tokens a token attends to, itself included; 0: all before it."""
+        return self.layers[0].window if self.layers else 0
 
     @property
     def v_trans(self) -> bool:

@@ -29,7 +29,7 @@ class Rig:
 
     def spec(self, size: int = 512, **options: Any) -> CacheSpec:
         """The shape of a cache for the model."""
-        return CacheSpec(size, 4, self.model.spec.layers, **options)
+        return CacheSpec(size, 4, self.model.spec.attention_layers, **options)
 
     def executor(self, size: int = 512, **options: Any) -> tuple[GgmlStore, GgmlExecutor]:
         """A new store and what computes over it."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.placement import Placement, find_cells
+from kvcellar.cache.search import find_cells
 from kvcellar.cells import CellTable
 from kvcellar.errors import BatchError, CacheError, CacheFull
 from kvcellar.types import pack_owners
@@ -240,7 +240,7 @@ class TestPlacement:
         before = snapshot(cache)
 
         with pytest.raises(CacheFull):
-            Placement(cache.table, 1, [*micros, *micros], cache.store.wipe)
+            cache.take([*micros, *micros])
         with pytest.raises(CacheFull, match="4 cells needed, 2 free"):
             cache.place(rows, 1)
 
@@ -257,7 +257,7 @@ class TestPlacement:
         cache, _ = make(8)
         put(cache, 0, 2)
         with cache.place(Batch.of(range(3)), 2) as placement:
-            large, small = placement.plans(lists_up_to=1)
+            large, small = placement.plans(lists_up_to=[1])
         assert large.lists is None
         assert large.n_kv > 0
         assert small.lists is not None

@@ -43,7 +43,7 @@ KEY_CASES = [
 def test_the_shape_of_a_dense_model() -> None:
     spec = _load(DENSE.metadata(), dict(DENSE.tensors())).spec
     assert (spec.n_vocab, spec.n_embd, spec.n_ctx_train) == (48, 64, 512)
-    (layer,) = spec.layers
+    (layer,) = spec.attention_layers
     assert (layer.n_head_kv, layer.head_dim_k, layer.head_dim_v) == (1, 32, 32)
     assert layer.rope is not None
     assert layer.rope.mode == "normal"
@@ -137,7 +137,7 @@ def test_heads_may_be_wider_than_the_embedding_has_room_for() -> None:
         tensors[f"blk.0.{name}.weight"] = np.ones((n, 64), np.float32)
     tensors["blk.0.attn_output.weight"] = np.ones((64, 2 * 16), np.float32)
     keys = {"llama.attention.key_length": 48, "llama.attention.value_length": 16}
-    (layer,) = _load({**DENSE.metadata(), **keys}, tensors).spec.layers
+    (layer,) = _load({**DENSE.metadata(), **keys}, tensors).spec.attention_layers
     assert (layer.head_dim_k, layer.head_dim_v) == (48, 16)
 
 
@@ -146,7 +146,7 @@ def test_head_counts_may_differ_between_layers() -> None:
     tensors: dict[str, Any] = dict(tiny.tensors())
     tensors["blk.1.attn_k.weight"] = tensors["blk.1.attn_v.weight"] = np.ones((64, 64), np.float32)
     counts = {"llama.attention.head_count_kv": np.array([1, 2], np.uint32)}
-    layers = _load({**tiny.metadata(), **counts}, tensors).spec.layers
+    layers = _load({**tiny.metadata(), **counts}, tensors).spec.attention_layers
     assert [layer.n_head_kv for layer in layers] == [1, 2]
 
 

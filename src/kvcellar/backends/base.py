@@ -1,17 +1,19 @@
-"""What a backend provides: a store of K and V bytes, and the operations models are written in.
+"""What a backend provides: stores of K and V and of states, and what computes over them.
 
-The cache sees only :class:`KVStore`, model files only :class:`Ops`, the runtime only
-:class:`ModelFile`; none of them knows a framework.
+The cache sees only :class:`KVStore` and :class:`StateStore`, model files only ``Ops`` (in
+``operations.py``), the runtime only :class:`ModelFile`; none of them knows a framework.
 Rows are those of cells: K of a cell is ``n_embd_k`` values (heads side by side), V ``n_embd_v``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
+from kvcellar.backends.operations import Forward, Weights
+from kvcellar.memory import MemorySpec, StateSpec
 from kvcellar.plan import Plan
 from kvcellar.types import (
     ByteArray,
@@ -19,12 +21,9 @@ from kvcellar.types import (
     Float32Array,
     Int32Array,
     Int64Array,
-    RopeSpec,
 )
 
 T = TypeVar("T")
-
-T_co = TypeVar("T_co", covariant=True)
 
 Part = Literal["k", "v"]
 
@@ -79,105 +78,38 @@ class KVStore(Protocol):
         """Give the buffers back; the store is of no use afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights(Generic[T]):
-    """The weights of a mixture of experts, of which each token uses ``n_used``.
+class StateStore(Protocol):
+    """The recurrent states of a context, in f32. Row numbers are checked by the caller.
 
-    A scale multiplies what its expert's matrix gives; None where the file has none.
-    """
-
-    router: T  # [n_expert, n_embd]
-    gate: T  # [n_expert, n_ff, n_embd]
-    up: T  # [n_expert, n_ff, n_embd]
-    down: T  # [n_expert, n_embd, n_ff]
-    gate_scale: T | None  # [n_expert]
-    up_scale: T | None  # [n_expert]
-    down_scale: T | None  # [n_expert]
-    n_used: int
-
-
-class Ops(Protocol[T]):
-    """The operations that a model file is written in; T is the backend's tensor.
-
-    Shapes are given the NumPy way, tokens first. A backend may compute at once or build a graph.
+    A state is never changed where others refer to it: a decode reads one row and writes another.
     """
 
     @property
-    def plan(self) -> Plan:
-        """The microbatch that is computed."""
+    def spec(self) -> StateSpec:
+        """The shape that the store was made for."""
 
-    def embed(self, table: T) -> T:
-        """Rows of a ``[n_vocab, n_embd]`` table for the plan's tokens (or its embeddings)."""
+    def read(self, rows: Int64Array) -> Float32Array:
+        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
 
-    def linear(self, x: T, weight: T, bias: T | None = None) -> T:
-        """``x @ weight.T + bias``: x ``[..., n_in]``, weight ``[n_out, n_in]``."""
+    def write(self, rows: Int64Array, states: Float32Array) -> None:
+        """Store states that :meth:`read` returned."""
 
-    def rms_norm(self, x: T, weight: T, eps: float) -> T:
-        """Root-mean-square normalisation over the last axis, times weight."""
+    def wipe(self, rows: Int64Array) -> None:
+        """Zero the states in rows."""
 
-    def heads(self, x: T, n_head: int) -> T:
-        """Split the last axis: ``[n, n_head * d]`` to ``[n, n_head, d]``."""
+    def zero(self) -> None:
+        """Set every byte to zero."""
 
-    def rope(self, x: T, spec: RopeSpec) -> T:
-        """Rotate ``[n, n_head, d]`` by the plan's positions."""
-
-    def attention(self, layer: int, q: T, k: T, v: T, scale: float) -> T:
-        """Store k and v in the plan's cells, then attend over the cells that it allows.
-
-        q ``[n, n_head, d]``, k and v ``[n, n_head_kv, d]``; returns ``[n, n_head * d_v]``.
-        """
-
-    def add(self, a: T, b: T) -> T:
-        """Elementwise sum; b may have fewer rows and is then repeated."""
-
-    def mul(self, a: T, b: T) -> T:
-        """Elementwise product; b may have fewer rows and is then repeated."""
-
-    def scale(self, x: T, factor: float) -> T:
-        """Multiply by a number."""
-
-    def swiglu(self, gate: T, up: T) -> T:
-        """``silu(gate) * up``."""
-
-    def experts(self, x: T, weights: ExpertWeights[T]) -> T:
-        """Mixture of SwiGLU experts: softmax over all, the best ``n_used``, weights renormalised.
-
-        x ``[n, n_embd]``; returns the same shape.
-        """
-
-    def outputs(self, x: T) -> T:
-        """Only the rows whose logits are wanted."""
-
-
-class Weights(Protocol[T_co]):
-    """The tensors of a model file, by name; shapes are given the NumPy way."""
-
-    def has(self, name: str) -> bool:
-        """Whether the file has that tensor."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that the file must have."""
-
-    def matrix(self, name: str, *shape: int) -> T_co:
-        """A weight of any type that :meth:`Ops.linear` or :meth:`Ops.embed` can take.
-
-        Raises:
-            UnsupportedModel: absent, of another shape, or of a type that cannot be computed.
-        """
-
-    def vector(self, name: str, n: int) -> T_co:
-        """A norm or bias of n f32 values."""
-
-    def values(self, name: str, n: int) -> tuple[float, ...]:
-        """The numbers of a small f32 tensor, for example RoPE's frequency factors."""
+    def close(self) -> None:
+        """Give the buffers back; the store is of no use afterwards."""
 
 
 class Executor(Protocol):
     """Runs one model's forward pass over one store."""
 
     @property
-    def lists_up_to(self) -> int:
-        """Plans of so many tokens are better given with lists of cells than with a mask."""
+    def lists_up_to(self) -> tuple[int, ...]:
+        """Of each group: plans of so many tokens are better given with lists than with a mask."""
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
@@ -190,8 +122,21 @@ class Executor(Protocol):
         """Give graphs and buffers back."""
 
 
-Forward = Callable[[Ops[T]], T]
-"""A model's forward pass: from the plan that the ops carry to logits."""
+@dataclass(frozen=True, slots=True)
+class OpenMemory:
+    """What a context works on: a store for each group of layers, one for states, an executor."""
+
+    groups: tuple[KVStore, ...]
+    states: StateStore | None
+    executor: Executor
+
+    def close(self) -> None:
+        """Close all of it."""
+        self.executor.close()
+        for store in self.groups:
+            store.close()
+        if self.states is not None:
+            self.states.close()
 
 
 class ModelFile(Protocol[T]):
@@ -216,15 +161,15 @@ class ModelFile(Protocol[T]):
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """Why few tokens cannot attend through a kernel of our own; None if they can."""
 
-    def open_cache(
-        self, spec: CacheSpec, forward: Forward[T], *, kernel: bool = False
-    ) -> tuple[KVStore, Executor]:
-        """A store of that shape and what runs a forward pass over it; the caller closes both.
+    def open_memory(
+        self, spec: MemorySpec, forward: Forward[T], *, kernel: bool = False
+    ) -> OpenMemory:
+        """Stores of that shape and what runs a forward pass over them; the caller closes them.
 
         Args:
             spec: the shape.
             forward: the pass.
-            kernel: whether few tokens attend through a kernel of our own.
+            kernel: whether few tokens attend through a kernel of our own, where it can.
 
         Raises:
             OptionError: types that do not fit the shape.

@@ -14,23 +14,25 @@ What that means for the bytes is in ``upkeep.py``, and how it is taken back in `
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
-from kvcellar.batch import Batch
+from kvcellar.batch import Batch, Rows
 from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.placement import Placement, check_coupled, micro_batch, require_free
+from kvcellar.cache.placement import CellPlacement, Placement, check_coupled, micro_batch
+from kvcellar.cache.search import require_free
+from kvcellar.cache.tabled import Tabled
 from kvcellar.cache.transaction import Remember, Transaction
 from kvcellar.cache.upkeep import Upkeep
-from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable, check_moved
 from kvcellar.errors import CacheError, OptionError, ShiftUnsupported
-from kvcellar.plan import split_simple
+from kvcellar.plan import MicroBatch, split_simple
 from kvcellar.types import CacheSpec
 
 
-class AttentionCache:
+class AttentionCache(Tabled):
     """Every verb of llama.cpp's cache; see :class:`kvcellar.cache.base.Cache`.
 
     Args:
@@ -56,7 +58,7 @@ class AttentionCache:
         self.store = store
         self.on_shared = on_shared
         self.table = CellTable(spec.size, spec.n_seq_max)
-        self._open: Placement | None = None
+        self._open: CellPlacement | None = None
         self._upkeep = Upkeep(self, self.table, store, defrag_threshold)
 
     # -- questions
@@ -65,41 +67,6 @@ class AttentionCache:
     def can_shift(self) -> bool:
         """Whether positions can be moved."""
         return self.store.can_shift or not self._upkeep.has_rope
-
-    @property
-    def used(self) -> int:
-        """How many cells have an owner."""
-        return self.table.used
-
-    @property
-    def token_count(self) -> int:
-        """The sum of owners over cells: a shared cell counts once for each."""
-        return self.table.token_count
-
-    @property
-    def head(self) -> int:
-        """Where the next search for free cells starts."""
-        return self.table.head
-
-    def cell_max(self) -> int:
-        """The index behind the last used cell."""
-        return self.table.cell_max()
-
-    def seq_pos_min(self, seq_id: int) -> int:
-        """The smallest position of a sequence, -1 when it is empty."""
-        return self.table.seq_pos_min(seq_id)
-
-    def seq_pos_max(self, seq_id: int) -> int:
-        """The largest position of a sequence, -1 when it is empty."""
-        return self.table.seq_pos_max(seq_id)
-
-    def view(self, n_seq_max: int | None = None) -> CacheView:
-        """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
-        return CacheView.of(self.table, n_seq_max)
-
-    def check(self) -> None:
-        """Prove invariants 1 to 4; see :mod:`kvcellar.cells`."""
-        self.table.check()
 
     # -- llama.cpp's verbs
 
@@ -172,6 +139,11 @@ class AttentionCache:
 
     # -- beyond llama.cpp's
 
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on; returns p0, or what follows the last position if lower."""
+        self.seq_rm(seq_id, max(p0, 0), -1)
+        return min(max(p0, 0), self.seq_pos_max(seq_id) + 1)
+
     def transaction(self) -> Transaction:
         """What happens from here on can be taken back; see :mod:`kvcellar.cache.transaction`."""
         self._require_idle()
@@ -235,16 +207,25 @@ class AttentionCache:
             CacheFull: fewer cells are free than the batch has tokens.
         """
         self._require_idle()
-        table = self.table
         batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(table.n_seq_max, table.seq_pos_max)
-        parts = split_simple(len(rows), n_ubatch)
+        rows = batch.resolve(self.table.n_seq_max, self.table.seq_pos_max)
+        self.check_rows(rows, coupled)
+        micros = [micro_batch(rows, part) for part in split_simple(len(rows), n_ubatch)]
+        return Placement(micros, [self.take(micros)])
+
+    # -- as a part of a cache of several kinds
+
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a batch that is well formed cannot be placed; see :meth:`place`."""
+        self._require_idle()
         if coupled == "same":
-            check_coupled(table.owners[:, : table.cell_max()], rows.owners)
-        require_free(table, len(rows))
+            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
+        require_free(self.table, len(rows))
+
+    def take(self, micros: Sequence[MicroBatch]) -> CellPlacement:
+        """Take cells for microbatches that were checked; what is pending is applied first."""
         self.update()
-        micros = [micro_batch(rows, part) for part in parts]
-        self._open = Placement(table, self.spec.padding, micros, self.store.wipe)
+        self._open = CellPlacement(self.table, self.spec, micros, self.store.wipe)
         self._upkeep.wipe_freed(self.spec.padding)
         return self._open
 

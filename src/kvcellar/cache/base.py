@@ -6,19 +6,34 @@ is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from kvcellar.batch import Batch
-from kvcellar.cache.placement import Placement
+from kvcellar.batch import Batch, Rows
+from kvcellar.cache.placement import CellPart, Placement, StatePart
 from kvcellar.cache.transaction import Transaction
 from kvcellar.cache.view import CacheView
-from kvcellar.types import CacheSpec
+from kvcellar.plan import MicroBatch
+from kvcellar.types import CacheSpec, Int32Array
 
 OnShared: TypeAlias = Literal["copy", "move"]
 """What add and div do with a cell that others own too: give the sequence a copy, or move all."""
 
 Coupled: TypeAlias = Literal["same", "any"]
 """Whether a token's owners must hold the same cells; "any" is for replaying what llama.cpp did."""
+
+
+P = TypeVar("P", bound=CellPart | StatePart, covariant=True)
+
+
+class Part(Protocol[P]):
+    """What a cache offers to one that is made of several kinds, beside llama.cpp's verbs."""
+
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a batch that is well formed cannot be placed; changes nothing."""
+
+    def take(self, micros: Sequence[MicroBatch]) -> P:
+        """Take what microbatches need that were checked, or raise and take nothing."""
 
 
 class Cache(Protocol):
@@ -60,6 +75,26 @@ class Cache(Protocol):
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position held, -1 when the sequence is empty."""
+
+    def n_free(self) -> int:
+        """How many more tokens fit."""
+
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens of a sequence are held."""
+
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in the order of their positions; -1 where an embedding was decoded."""
+
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, ascending."""
+
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on, and as much before it as has to go too.
+
+        A state cannot be cut, only exchanged for an older one that was kept. Returns the position
+        from which the sequence has to be decoded again: p0 where it could be cut there, 0 where
+        nothing older was kept.
+        """
 
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data`` says whether the buffers are zeroed too."""

@@ -1,8 +1,5 @@
 """Where the tokens of a batch go, and what becomes of them.
 
-Cells are searched from ``head`` on: first n free neighbours, wrapping once past the end (a run
-itself never wraps), else n free cells in order. The search changes nothing.
-
 A :class:`Placement` holds the cells of a whole batch, taken before any of it is computed:
 ``commit`` leaves head behind the last one; ``release`` frees exactly these cells and puts head
 back, so that a decode which fails or is interrupted, at whatever microbatch, changes nothing. What
@@ -13,64 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 
 from kvcellar.batch import Rows
+from kvcellar.cache.search import find_cells
 from kvcellar.cells import CellTable, padded_n_kv
-from kvcellar.errors import BatchError, CacheError, CacheFull
-from kvcellar.plan import MicroBatch, Plan, attention_mask, cell_lists
-from kvcellar.types import Float16Array, Int64Array, OwnerBits, unpack_owners
-
-_CHUNK = 2048
-
-
-def find_cells(table: CellTable, n: int) -> Int64Array:
-    """Free cells for n tokens, in the order in which the tokens take them.
-
-    Raises:
-        CacheFull: fewer than n cells are free.
-    """
-    require_free(table, n)
-    # Far behind everything that is used: better to look at the start again.
-    head = 0 if table.head > table.used + 2 * n else table.head
-    stop = table.size - n + 1
-    for lo, hi in ((head, stop), (0, min(head, stop))):
-        start = _find_run(table, lo, hi, n)
-        if start is not None:
-            return np.arange(start, start + n)
-    ahead = np.flatnonzero(~table.taken(head, table.size))[:n] + head
-    behind = np.flatnonzero(~table.taken(0, head))[: n - len(ahead)]
-    return np.concatenate((ahead, behind))
-
-
-def require_free(table: CellTable, n: int) -> None:
-    """Raise CacheFull, saying why, unless n cells may be filled."""
-    if (free := table.n_free()) < n:
-        kept = table.size - table.used - free
-        hint = f"{kept} more are kept until the transaction ends" if kept else ""
-        raise CacheFull(n, free, hint)
-
-
-def _find_run(table: CellTable, lo: int, hi: int, n: int) -> int | None:
-    """The first start in ``[lo, hi)`` of n free neighbours."""
-    top, chunk = table.cell_max() if table.reserved is None else table.size, _CHUNK
-    run = at = lo  # cells run .. at are known to be free
-    while run < hi:
-        if at - run >= n or at >= top:
-            return run
-        end = min(at + chunk, top)
-        busy = table.taken(at, end)
-        if n == 1:
-            first = int(busy.argmin())
-            run = end if busy[first] else at + first
-        else:
-            edges = np.flatnonzero(busy) + at
-            starts = np.concatenate(([run], edges + 1))
-            wide = np.flatnonzero(edges - starts[:-1] >= n)
-            run = int(starts[wide[0] if len(wide) else -1])
-        at, chunk = end, chunk * 4
-    return None
+from kvcellar.errors import BatchError, CacheError
+from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan, attention_mask, cell_lists
+from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits, unpack_owners
 
 
 def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
@@ -96,8 +45,46 @@ def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
                 )
 
 
+class CellPart(Protocol):
+    """A batch's cells in one cache of K and V, taken and neither committed nor released."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or released."""
+
+    @property
+    def cells(self) -> Int64Array:
+        """The cells of the batch's tokens, microbatch after microbatch."""
+
+    def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
+        """What microbatch i reads and writes; asked for in order, before it is computed."""
+
+    def commit(self) -> None:
+        """Keep the cells."""
+
+    def release(self) -> None:
+        """Let everything be as it was before; a second time does nothing."""
+
+
+class StatePart(Protocol):
+    """A batch's rows in a cache of states, taken and neither committed nor released."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or released."""
+
+    def plan(self, i: int) -> StatePlan:
+        """What microbatch i reads and writes; asked for in order, before it is computed."""
+
+    def commit(self) -> None:
+        """Let the sequences have their new states."""
+
+    def release(self) -> None:
+        """Let everything be as it was before; a second time does nothing."""
+
+
 class Placement:
-    """The cells of one batch, from ``place`` until ``commit`` or ``release``.
+    """What a batch takes of every cache, from ``place`` until ``commit`` or ``release``.
 
     As a context manager it commits when every plan has been taken and the block ends without an
     error, and releases otherwise::
@@ -109,80 +96,60 @@ class Placement:
 
     def __init__(
         self,
-        table: CellTable,
-        padding: int,
         micros: Sequence[MicroBatch],
-        wipe: Callable[[Int64Array], None],
+        groups: Sequence[CellPart],
+        states: StatePart | None = None,
     ) -> None:
         self.micros = tuple(micros)
-        self.is_open = True
-        self._table = table
-        self._padding = padding
-        self._wipe = wipe
-        self._head = table.head
-        self._cells: list[Int64Array] = []
-        self._tops: list[int] = []  # cell_max as each microbatch sees it
+        self._groups = tuple(groups)
+        self._states = states
+        self._parts = (*self._groups, *(() if states is None else (states,)))
         self._taken = 0
-        try:
-            for micro in self.micros:
-                self._place(micro)
-        except BaseException:
-            self.release()
-            raise
 
-    def _place(self, micro: MicroBatch) -> None:
-        table, top = self._table, self._table.cell_max()
-        cells = find_cells(table, micro.n_tokens)
-        table.place(cells, micro.positions, micro.owners, micro.tokens)
-        table.head = (int(cells[-1]) + 1) % table.size
-        self._cells.append(cells)
-        self._tops.append(max(top, int(cells.max()) + 1))
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or released."""
+        return all(part.is_open for part in self._parts)
 
     @property
     def cells(self) -> Int64Array:
-        """The cells of the batch's tokens, microbatch after microbatch."""
-        return np.concatenate(self._cells)
+        """The first group's cells of the batch's tokens, microbatch after microbatch."""
+        return self._groups[0].cells
 
     def plans(
-        self, mask_buffer: Float16Array | None = None, lists_up_to: int = 0
+        self, mask_buffer: Float16Array | None = None, lists_up_to: Sequence[int] = ()
     ) -> Iterator[Plan]:
         """The plan of each microbatch, made when it is asked for.
 
         Args:
-            mask_buffer: where masks are built, ``[>= n_ubatch, >= n_kv]``; a plan's mask is then
-                good until the next plan is taken.
-            lists_up_to: microbatches of at most so many tokens get lists of cells, not a mask.
+            mask_buffer: where masks of the first group are built, ``[>= n_ubatch, >= n_kv]``; a
+                plan's mask is then good until the next plan is taken.
+            lists_up_to: for each group: microbatches of at most so many tokens get lists of cells,
+                not a mask.
         """
         for i in range(self._taken, len(self.micros)):
             self._require_open()
             self._taken = i + 1
-            yield self._plan(i, mask_buffer, self.micros[i].n_tokens <= lists_up_to)
+            yield self._plan(i, mask_buffer, lists_up_to)
 
-    def _plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> Plan:
-        micro, table, top = self.micros[i], self._table, self._tops[i]
-        if as_lists:
-            lists = cell_lists(micro, table.positions[:top], table.owners[:, :top])
-            return Plan(micro, self._cells[i], _no_mask(micro.n_tokens), lists)
-        n_kv = padded_n_kv(top, self._padding, table.size)
-        positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
-        mask = attention_mask(micro, positions, owners, mask_buffer)
-        return Plan(micro, self._cells[i], mask)
+    def _plan(self, i: int, mask_buffer: Float16Array | None, lists_up_to: Sequence[int]) -> Plan:
+        micro, plans = self.micros[i], []
+        for number, group in enumerate(self._groups):
+            limit = lists_up_to[number] if number < len(lists_up_to) else 0
+            plans.append(group.plan(i, mask_buffer, micro.n_tokens <= limit))
+            mask_buffer = None
+        return Plan(micro, tuple(plans), None if self._states is None else self._states.plan(i))
 
     def commit(self) -> None:
-        """Keep the cells: everything has been computed."""
+        """Keep what was taken: everything has been computed."""
         self._require_open()
-        self.is_open = False
+        for part in self._parts:
+            part.commit()
 
     def release(self) -> None:
-        """Free exactly the cells that were placed and put head back; a second time does nothing."""
-        if self.is_open:
-            self.is_open = False
-            for cells in self._cells:
-                self._table.release(cells)
-            self._table.head = self._head
-            if self._taken:
-                # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
-                self._wipe(np.concatenate(self._cells[: self._taken]))
+        """Give back exactly what was taken; a second time does nothing."""
+        for part in reversed(self._parts):
+            part.release()
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -201,6 +168,74 @@ class Placement:
             self.commit()
         else:
             self.release()
+
+
+class CellPlacement:
+    """The cells of one batch in a table, all taken at once. Implements :class:`CellPart`."""
+
+    def __init__(
+        self,
+        table: CellTable,
+        spec: CacheSpec,
+        micros: Sequence[MicroBatch],
+        wipe: Callable[[Int64Array], None],
+    ) -> None:
+        self.is_open = True
+        self._micros = tuple(micros)
+        self._table = table
+        self._spec = spec
+        self._wipe = wipe
+        self._head = table.head
+        self._cells: list[Int64Array] = []
+        self._tops: list[int] = []  # cell_max as each microbatch sees it
+        self._taken = 0
+        try:
+            for micro in self._micros:
+                self._place(micro)
+        except BaseException:
+            self.release()
+            raise
+
+    def _place(self, micro: MicroBatch) -> None:
+        table, top = self._table, self._table.cell_max()
+        cells = find_cells(table, micro.n_tokens)
+        table.place(cells, micro.positions, micro.owners, micro.tokens)
+        table.head = (int(cells[-1]) + 1) % table.size
+        self._cells.append(cells)
+        self._tops.append(max(top, int(cells.max()) + 1))
+
+    @property
+    def cells(self) -> Int64Array:
+        """The cells of the batch's tokens, microbatch after microbatch."""
+        return np.concatenate(self._cells)
+
+    def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
+        """What microbatch i reads and writes."""
+        self._taken = max(self._taken, i + 1)
+        micro, table, top = self._micros[i], self._table, self._tops[i]
+        window = self._spec.window
+        if as_lists:
+            lists = cell_lists(micro, table.positions[:top], table.owners[:, :top], window)
+            return CellPlan(self._cells[i], _no_mask(micro.n_tokens), lists)
+        n_kv = padded_n_kv(top, self._spec.padding, table.size)
+        positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
+        mask = attention_mask(micro, positions, owners, mask_buffer, window=window)
+        return CellPlan(self._cells[i], mask)
+
+    def commit(self) -> None:
+        """Keep the cells: everything has been computed."""
+        self.is_open = False
+
+    def release(self) -> None:
+        """Free exactly the cells that were placed and put head back; a second time does nothing."""
+        if self.is_open:
+            self.is_open = False
+            for cells in self._cells:
+                self._table.release(cells)
+            self._table.head = self._head
+            if self._taken:
+                # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
+                self._wipe(np.concatenate(self._cells[: self._taken]))
 
 
 def _no_mask(n: int) -> Float16Array:

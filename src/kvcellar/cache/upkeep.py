@@ -15,7 +15,7 @@ import numpy as np
 from kvcellar._cellsets import cell_numbers
 from kvcellar.backends.base import KVStore
 from kvcellar.cache.compaction import check_threshold, fragmentation, plan_moves
-from kvcellar.cache.placement import find_cells
+from kvcellar.cache.search import find_cells
 from kvcellar.cache.transaction import Host, Journal, Undo
 from kvcellar.cells import Cells, CellTable
 from kvcellar.errors import CacheFull, NotSupported, OptionError

@@ -67,7 +67,7 @@ def inspect(path: Path) -> Inspection:
     """
     file = GgufFile(path)
     spec, reason = _spec_of(file)
-    layers = () if spec is None else spec.layers
+    layers = () if spec is None else spec.attention_layers
     data = file.metadata
     tensors = file.tensors.values()
     weight_bytes = sum(tensor.n_bytes for tensor in tensors)

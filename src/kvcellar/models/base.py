@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kvcellar.backends.base import Ops
+from kvcellar.backends.operations import Ops
+from kvcellar.memory import LayerMemory
 from kvcellar.types import LayerSpec
 
 T = TypeVar("T")
@@ -19,7 +20,12 @@ class ModelSpec:
     n_vocab: int
     n_embd: int
     n_ctx_train: int
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerMemory, ...]
+
+    @property
+    def attention_layers(self) -> tuple[LayerSpec, ...]:
+        """What the layers that attend keep."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
 
 class Architecture(Protocol[T]):

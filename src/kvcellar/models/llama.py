@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcellar.backends.base import ExpertWeights, Ops, Weights
+from kvcellar.backends.operations import ExpertWeights, Ops, Weights
 from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.memory import LayerMemory
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.hparams import HyperParams
 from kvcellar.models.rope import read_rope
@@ -112,7 +113,7 @@ class Llama(Generic[T]):
             n_vocab=n_vocab,
             n_embd=n_embd,
             n_ctx_train=hp.size(".context_length"),
-            layers=tuple(block.shape for block in self._blocks),
+            layers=tuple(LayerMemory(block.shape) for block in self._blocks),
         )
 
     def forward(self, ops: Ops[T]) -> T:

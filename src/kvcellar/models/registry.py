@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TypeVar, cast
 
-from kvcellar.backends.base import Weights
+from kvcellar.backends.operations import Weights
 from kvcellar.errors import UnsupportedModel
 from kvcellar.models.base import Architecture
 from kvcellar.models.hparams import HyperParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Literal
 
-from kvcellar.backends.base import Weights
+from kvcellar.backends.operations import Weights
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.models.hparams import HyperParams
 from kvcellar.types import RopeSpec

@@ -15,6 +15,7 @@ from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.compaction import check_threshold
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.memory import MemorySpec
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
@@ -48,8 +49,10 @@ class Context:
         self.timings = Timings()
         self.n_ubatch = options.n_ubatch
         use_kernel = options.use_kernel(spec, model.why_no_kernel)
-        self._store, self._executor = model.open_cache(spec, kernel=use_kernel)
-        self.cache = AttentionCache(spec, self._store, defrag_threshold=options.defrag_threshold)
+        self._memory = model.open_memory(MemorySpec.single(spec), kernel=use_kernel)
+        self._executor = self._memory.executor
+        (store,) = self._memory.groups
+        self.cache = AttentionCache(spec, store, defrag_threshold=options.defrag_threshold)
         self._free_ids = list(range(spec.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
         self._lock = threading.RLock()
@@ -149,8 +152,7 @@ class Context:
             self._closed = True
             for sequence in self.sequences:
                 sequence.close()
-            self._executor.close()
-            self._store.close()
+            self._memory.close()
 
     def __enter__(self) -> Context:
         return self

@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
 
-from kvcellar.backends.base import Executor, KVStore
+from kvcellar.backends.base import OpenMemory
 from kvcellar.errors import ClosedError
+from kvcellar.memory import MemorySpec
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.backends import open_model_file
@@ -117,8 +118,8 @@ class Model:
         """Why few tokens cannot attend through a kernel of our own; None if they can."""
         return self._file.why_no_kernel(spec)
 
-    def open_cache(self, spec: CacheSpec, *, kernel: bool) -> tuple[KVStore, Executor]:
-        """K and V of that shape and what computes over them; contexts are made of these.
+    def open_memory(self, spec: MemorySpec, *, kernel: bool) -> OpenMemory:
+        """Stores of that shape and what computes over them; contexts are made of these.
 
         Args:
             spec: the shape.
@@ -128,7 +129,7 @@ class Model:
             OptionError: a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
         """
-        return self._file.open_cache(spec, self.architecture.forward, kernel=kernel)
+        return self._file.open_memory(spec, self.architecture.forward, kernel=kernel)
 
     def close(self) -> None:
         """Close all contexts, stop the threads and unmap the file; closing twice is fine."""

@@ -60,7 +60,7 @@ class ContextOptions:
         spec = CacheSpec(
             size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
             n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
-            layers=model.layers,
+            layers=model.attention_layers,
             type_k=KVType.parse(self.type_k),
             type_v=type_v,
             flash_attn=self.flash_attn is not False,

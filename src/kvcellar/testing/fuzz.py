@@ -100,7 +100,7 @@ def attempt(path: Path, backend: GgmlBackend) -> str:
 
 
 def _decode(backend: GgmlBackend, model: Architecture[int]) -> None:
-    store = GgmlStore(CacheSpec(256, 1, model.spec.layers))
+    store = GgmlStore(CacheSpec(256, 1, model.spec.attention_layers))
     executor = GgmlExecutor(backend, store, model.forward)
     executor.run(causal_plan([0] * 3))
     executor.run(causal_plan([0], 3))

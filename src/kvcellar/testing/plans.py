@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.plan import MicroBatch, Plan
+from kvcellar.plan import CellPlan, MicroBatch, Plan
 from kvcellar.types import Float32Array
 
 
@@ -44,4 +44,4 @@ def causal_plan(
         outputs=np.array(range(n) if outputs is None else outputs, np.int32),
     )
     mask = np.where(visible, 0, -np.inf).astype(np.float16)
-    return Plan(micro, places[start:].astype(np.int64), mask)
+    return Plan(micro, (CellPlan(places[start:].astype(np.int64), mask),))

@@ -10,11 +10,11 @@ from math import inf
 
 import numpy as np
 
-from kvcellar.backends.base import Forward
 from kvcellar.backends.numpy.ops import NumpyOps, attend
+from kvcellar.backends.operations import Forward
+from kvcellar.memory import MemorySpec
 from kvcellar.testing.plans import causal_plan
-from kvcellar.testing.stores import NullStore
-from kvcellar.types import CacheSpec, Float32Array
+from kvcellar.types import Float32Array
 
 
 class UncachedOps(NumpyOps):
@@ -22,17 +22,21 @@ class UncachedOps(NumpyOps):
 
     def __init__(self, tokens: Sequence[int]) -> None:
         n = len(tokens)
-        super().__init__(causal_plan(tokens, n_kv=n), NullStore(CacheSpec(n, 1, ())))
+        super().__init__(causal_plan(tokens, n_kv=n), MemorySpec((), None, ()), ())
 
     def attention(
         self,
         layer: int,  # noqa: ARG002
         q: Float32Array,
         k: Float32Array,
-        v: Float32Array,
+        v: Float32Array | None,
         scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Float32Array | None = None,
     ) -> Float32Array:
         """Each token attends to itself and to those before it."""
+        assert v is not None
         later = np.triu(np.ones((len(q), len(q)), np.bool_), k=1)
         return attend(q, k, v, np.where(later, np.float32(-inf), np.float32(0)), scale)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcellar.backends.base import ExpertWeights, Ops
+from kvcellar.backends.base import KVStore
 from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
 from kvcellar.backends.numpy.store import NumpyStore
+from kvcellar.backends.operations import ExpertWeights, Ops
+from kvcellar.memory import MemorySpec
 from kvcellar.plan import Plan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
@@ -17,8 +19,8 @@ SPEC = CacheSpec(16, 1, (LayerSpec(1, 4, 4),), KVType.F32, KVType.F32)
 TABLE = random_rows(10, 4)
 
 
-def _ops(plan: Plan) -> Ops[Float32Array]:
-    return NumpyOps(plan, NumpyStore(SPEC))
+def _ops(plan: Plan, store: KVStore | None = None) -> Ops[Float32Array]:
+    return NumpyOps(plan, MemorySpec.single(SPEC), [store or NumpyStore(SPEC)])
 
 
 def test_tokens_or_embeddings_are_the_input() -> None:
@@ -58,7 +60,7 @@ def test_hidden_cells_are_not_even_read() -> None:
     store.write_raw(0, "k", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
     store.write_raw(0, "v", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
     x = random_rows(2, 4).reshape(2, 1, 4)
-    assert np.isfinite(NumpyOps(plan, store).attention(0, x, x, x, 1.0)).all()
+    assert np.isfinite(_ops(plan, store).attention(0, x, x, x, 1.0)).all()
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -69,25 +71,28 @@ def test_experts_are_the_best_ones_weighted(scales: bool) -> None:
         return rng.standard_normal(shape).astype(np.float32)
 
     scale = np.array([1, 2, 3], np.float32) if scales else None
+    router, gates, ups, downs = matrix(3, 4), matrix(3, 5, 4), matrix(3, 5, 4), matrix(3, 4, 5)
     weights = ExpertWeights(
-        matrix(3, 4), matrix(3, 5, 4), matrix(3, 5, 4), matrix(3, 4, 5), scale, None, scale, 2
+        router, downs, 2, gate=gates, up=ups, gate_scale=scale, down_scale=scale
     )
     x = random_rows(2, 4)
     got = _ops(causal_plan([0, 0])).experts(x, weights)
     for row, out in zip(x.astype(np.float64), got, strict=True):
-        powers = np.exp(weights.router @ row)
+        powers = np.exp(router @ row)
         best = np.argsort(powers)[-2:]
         expected = np.zeros(4)
         for i in best:
             factor = 1.0 if scale is None else float(scale[i])
-            gate = factor * (weights.gate[i] @ row)
-            hidden = gate / (1 + np.exp(-gate)) * (weights.up[i] @ row)
-            expected += powers[i] / powers[best].sum() * factor * (weights.down[i] @ hidden)
+            gate = factor * (gates[i] @ row)
+            hidden = gate / (1 + np.exp(-gate)) * (ups[i] @ row)
+            expected += powers[i] / powers[best].sum() * factor * (downs[i] @ hidden)
         np.testing.assert_allclose(out, expected, rtol=1e-4)
 
 
 def test_an_executor_runs_a_forward_pass_over_its_store() -> None:
-    executor = NumpyExecutor(NumpyStore(SPEC), lambda ops: ops.outputs(ops.embed(TABLE)))
+    executor = NumpyExecutor(
+        MemorySpec.single(SPEC), [NumpyStore(SPEC)], lambda ops: ops.outputs(ops.embed(TABLE))
+    )
     got = executor.run(causal_plan([4, 5, 6], outputs=[0, 2]))
     np.testing.assert_array_equal(got, TABLE[[4, 6]])
     assert executor.run(causal_plan([4], outputs=[])).shape == (0, 4)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvcellar.backends.base import Forward
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.graph import GraphCache
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel
 from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.backends.operations import Forward
 from kvcellar.plan import Plan
 from kvcellar.types import Float32Array
 
@@ -26,9 +26,9 @@ class GgmlExecutor:
         self._cache = GraphCache(backend, store, forward, kernel)
 
     @property
-    def lists_up_to(self) -> int:
-        """Plans of so many tokens are better given with lists of cells than with a mask."""
-        return 0 if self._kernel is None else self._kernel.max_tokens
+    def lists_up_to(self) -> tuple[int, ...]:
+        """Of each group: plans of so many tokens are better given with lists than with a mask."""
+        return () if self._kernel is None else (self._kernel.max_tokens,)
 
     @property
     def buffer_bytes(self) -> int:

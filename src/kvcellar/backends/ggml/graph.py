@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.backends.base import Forward
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import (
     TYPE_F16,
@@ -32,6 +31,7 @@ from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
+from kvcellar.backends.operations import Forward
 from kvcellar.errors import AllocationError
 from kvcellar.plan import Plan
 from kvcellar.types import AnyArray, Float32Array

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvcellar.backends.base import Forward
+from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.operations import Forward
+from kvcellar.memory import MemorySpec
 from kvcellar.types import CacheSpec
 
 
@@ -34,13 +36,14 @@ class GgmlModelFile:
         """See ``ModelFile.why_no_kernel``."""
         return why_no_kernel(spec)
 
-    def open_cache(
-        self, spec: CacheSpec, forward: Forward[int], *, kernel: bool = False
-    ) -> tuple[GgmlStore, GgmlExecutor]:
-        """A store and the graphs over it; see ``ModelFile.open_cache``."""
-        store = GgmlStore(spec, self._backend)
-        ours = AttentionKernel(spec, self._backend.n_threads) if kernel else None
-        return store, GgmlExecutor(self._backend, store, forward, ours)
+    def open_memory(
+        self, spec: MemorySpec, forward: Forward[int], *, kernel: bool = False
+    ) -> OpenMemory:
+        """Stores and the graphs over them; see ``ModelFile.open_memory``."""
+        (group,) = spec.groups
+        store = GgmlStore(group, self._backend)
+        ours = AttentionKernel(group, self._backend.n_threads) if kernel else None
+        return OpenMemory((store,), None, GgmlExecutor(self._backend, store, forward, ours))
 
     def close(self) -> None:
         """Stop the threads and unmap the file; closing twice is fine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes as c
 
-from kvcellar.backends.base import ExpertWeights, Part
+from kvcellar.backends.base import Part
 from kvcellar.backends.ggml.binding import (
     ALL_THREADS,
     PREC_F32,
@@ -21,6 +21,7 @@ from kvcellar.backends.ggml.kernel.attention import AttentionKernel
 from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.operations import ExpertWeights
 from kvcellar.plan import Plan
 from kvcellar.types import RopeSpec
 
@@ -76,9 +77,20 @@ class GgmlOps:
         """Rotate ``[n, n_head, d]`` by the input positions."""
         return self._nodes.rope(x, self._inputs.positions, spec, spec.attn_factor)
 
-    def attention(self, layer: int, q: int, k: int, v: int, scale: float) -> int:
+    def attention(
+        self,
+        layer: int,
+        q: int,
+        k: int,
+        v: int | None,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: int | None = None,
+    ) -> int:
         """Write k and v to the input cells, then attend through the mask."""
         spec = self._store.spec
+        assert v is not None
         q, k = (self._nodes.mix(x, spec.hadamard_k(layer)) for x in (q, k))
         self._write_rows(self._store.k[layer], k)
         if spec.v_trans:
@@ -112,6 +124,8 @@ class GgmlOps:
         n_embd, n = self._ne(x)[:2]
         chosen, shares = self._route(self.linear(x, weights.router), weights.n_used)
         column = self._node("ggml_reshape_3d", x, n_embd, 1, n)
+        assert weights.gate is not None
+        assert weights.up is not None
         hidden = self.swiglu(
             self._expert_product(column, weights.gate, weights.gate_scale, chosen),
             self._expert_product(column, weights.up, weights.up_scale, chosen),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvcellar.backends.base import Forward
+from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.numpy.gguf import GgufTensors
 from kvcellar.backends.numpy.ops import NumpyExecutor
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.numpy.weights import NumpyWeights
+from kvcellar.backends.operations import Forward
+from kvcellar.memory import MemorySpec
 from kvcellar.types import CacheSpec, Float32Array
 
 
@@ -30,16 +32,16 @@ class NumpyModelFile:
         """See ``ModelFile.why_no_kernel``."""
         return "the NumPy backend has none"
 
-    def open_cache(
+    def open_memory(
         self,
-        spec: CacheSpec,
+        spec: MemorySpec,
         forward: Forward[Float32Array],
         *,
         kernel: bool = False,  # noqa: ARG002
-    ) -> tuple[NumpyStore, NumpyExecutor]:
-        """A store and what computes over it; see ``ModelFile.open_cache``."""
-        store = NumpyStore(spec)
-        return store, NumpyExecutor(store, forward)
+    ) -> OpenMemory:
+        """Stores and what computes over them; see ``ModelFile.open_memory``."""
+        groups = tuple(NumpyStore(group) for group in spec.groups)
+        return OpenMemory(groups, None, NumpyExecutor(spec, groups, forward))
 
     def close(self) -> None:
         """Let go of the arrays and the file; closing twice is fine."""

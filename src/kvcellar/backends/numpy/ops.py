@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
 
-from kvcellar.backends.base import ExpertWeights, Forward, KVStore
+from kvcellar.backends.base import KVStore
 from kvcellar.backends.numpy.rope import magnitude, rotated
+from kvcellar.backends.operations import ExpertWeights, Forward
+from kvcellar.memory import MemorySpec
 from kvcellar.plan import Plan
 from kvcellar.types import AnyArray, Float32Array, RopeSpec
 
@@ -19,9 +22,10 @@ class NumpyOps:
         plan: the microbatch that is computed.
     """
 
-    def __init__(self, plan: Plan, store: KVStore) -> None:
+    def __init__(self, plan: Plan, spec: MemorySpec, groups: Sequence[KVStore]) -> None:
         self.plan = plan
-        self._store = store
+        self._spec = spec
+        self._groups = groups
 
     def embed(self, table: Float32Array) -> Float32Array:
         """Rows of the table for the plan's tokens, or its embeddings."""
@@ -51,10 +55,20 @@ class NumpyOps:
         return rotated(x, self.plan.micro.positions, spec, magnitude(spec))
 
     def attention(
-        self, layer: int, q: Float32Array, k: Float32Array, v: Float32Array, scale: float
+        self,
+        layer: int,
+        q: Float32Array,
+        k: Float32Array,
+        v: Float32Array | None,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        sinks: Float32Array | None = None,
     ) -> Float32Array:
         """Store k and v in the plan's cells, then attend over those that any token may see."""
-        store, plan = self._store, self.plan
+        place = self._spec.places[layer]
+        store, plan, layer = self._groups[place.group], self.plan.groups[place.group], place.index
+        assert v is not None
         store.write(layer, plan.cells, k.reshape(len(k), -1), v.reshape(len(v), -1))
         seen = np.flatnonzero((plan.mask > -inf).any(axis=0))
         keys = store.read(layer, "k", seen).reshape(len(seen), *k.shape[1:])
@@ -95,6 +109,8 @@ class NumpyOps:
     def _expert(
         self, x: Float32Array, weights: ExpertWeights[Float32Array], i: int
     ) -> Float32Array:
+        assert weights.gate is not None
+        assert weights.up is not None
         gate = _scaled(weights.gate[i] @ x, weights.gate_scale, i)
         up = _scaled(weights.up[i] @ x, weights.up_scale, i)
         return _scaled(weights.down[i] @ self.swiglu(gate, up), weights.down_scale, i)
@@ -103,16 +119,19 @@ class NumpyOps:
 class NumpyExecutor:
     """Runs a model's forward pass over any store. Implements ``Executor``."""
 
-    lists_up_to = 0
+    lists_up_to = ()
 
-    def __init__(self, store: KVStore, forward: Forward[Float32Array]) -> None:
-        self._store = store
+    def __init__(
+        self, spec: MemorySpec, groups: Sequence[KVStore], forward: Forward[Float32Array]
+    ) -> None:
+        self._spec = spec
+        self._groups = groups
         self._forward = forward
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; see ``Executor.run``. What is not finite shows in the logits."""
         with np.errstate(all="ignore"):
-            return self._forward(NumpyOps(plan, self._store))
+            return self._forward(NumpyOps(plan, self._spec, self._groups))
 
     def close(self) -> None:
         """Nothing to give back."""
