@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 
-from kvcellar.backends.numpy.ops import NumpyOps, attend
+from kvcellar.backends.numpy.ops import NumpyOps, attend, f32
 from kvcellar.backends.operations import Forward
 from kvcellar.memory import MemorySpec
 from kvcellar.testing.plans import causal_plan
@@ -39,6 +39,39 @@ class UncachedOps(NumpyOps):
         assert v is not None
         later = np.triu(np.ones((len(q), len(q)), np.bool_), k=1)
         return attend(q, k, v, np.where(later, np.float32(-inf), np.float32(0)), scale)
+
+    def short_conv(
+        self,
+        layer: int,  # noqa: ARG002
+        x: Float32Array,
+        weight: Float32Array,
+    ) -> Float32Array:
+        """Each token sees itself and those before it; before the first there are zeros."""
+        k = weight.shape[1]
+        padded = np.concatenate([np.zeros((k - 1, x.shape[1]), np.float32), x])
+        seen = np.lib.stride_tricks.sliding_window_view(padded, k, axis=0)
+        return f32(np.einsum("ndk,dk->nd", seen, weight))
+
+    def ssm_scan(
+        self,
+        layer: int,  # noqa: ARG002
+        x: Float32Array,
+        dt: Float32Array,
+        a: Float32Array,
+        b: Float32Array,
+        c: Float32Array,
+    ) -> Float32Array:
+        """Each token sums what all up to it have left, by now decayed: there is no state."""
+        b, c = (np.repeat(part, x.shape[1] // part.shape[1], axis=1) for part in (b, c))
+        step = np.logaddexp(0, dt.astype(np.float64))
+        time = np.cumsum(step, axis=0)
+        left = step[:, :, np.newaxis] * x
+        out = np.zeros(x.shape)
+        for i in range(len(x)):
+            decay = np.exp((time[i] - time[: i + 1])[:, :, np.newaxis] * a)
+            shares = (decay * b[: i + 1] * c[i]).sum(axis=2)
+            out[i] = np.einsum("jh,jhd->hd", shares, left[: i + 1])
+        return f32(out)
 
 
 def uncached_logits(forward: Forward[Float32Array], tokens: Sequence[int]) -> Float32Array:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcellar.backends.base import KVStore
 from kvcellar.backends.numpy.rope import magnitude, rotated
+from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import ExpertWeights, Forward
 from kvcellar.memory import MemorySpec
 from kvcellar.plan import Plan
@@ -22,10 +23,17 @@ class NumpyOps:
         plan: the microbatch that is computed.
     """
 
-    def __init__(self, plan: Plan, spec: MemorySpec, groups: Sequence[KVStore]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: MemorySpec,
+        groups: Sequence[KVStore],
+        states: NumpyStateStore | None = None,
+    ) -> None:
         self.plan = plan
         self._spec = spec
         self._groups = groups
+        self._states = states
 
     def embed(self, table: Float32Array) -> Float32Array:
         """Rows of the table for the plan's tokens, or its embeddings."""
@@ -102,6 +110,28 @@ class NumpyOps:
                 out[i] += part * self._expert(row, weights, int(expert))
         return out
 
+    def short_conv(self, layer: int, x: Float32Array, weight: Float32Array) -> Float32Array:
+        """Causal convolution of each channel along each sequence."""
+        assert self._states is not None
+        assert self.plan.states is not None
+        rows = self._states.conv(self._spec.places[layer].state)
+        return short_conv(self.plan.states, rows, x, weight)
+
+    def ssm_scan(
+        self,
+        layer: int,
+        x: Float32Array,
+        dt: Float32Array,
+        a: Float32Array,
+        b: Float32Array,
+        c: Float32Array,
+    ) -> Float32Array:
+        """Mamba's recurrence."""
+        assert self._states is not None
+        assert self.plan.states is not None
+        rows = self._states.ssm(self._spec.places[layer].state)
+        return ssm_scan(self.plan.states, rows, x, dt, a, b, c)
+
     def outputs(self, x: Float32Array) -> Float32Array:
         """The rows whose logits are wanted."""
         return x[self.plan.micro.outputs]
@@ -122,16 +152,21 @@ class NumpyExecutor:
     lists_up_to = ()
 
     def __init__(
-        self, spec: MemorySpec, groups: Sequence[KVStore], forward: Forward[Float32Array]
+        self,
+        spec: MemorySpec,
+        groups: Sequence[KVStore],
+        forward: Forward[Float32Array],
+        states: NumpyStateStore | None = None,
     ) -> None:
         self._spec = spec
         self._groups = groups
         self._forward = forward
+        self._states = states
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; see ``Executor.run``. What is not finite shows in the logits."""
         with np.errstate(all="ignore"):
-            return self._forward(NumpyOps(plan, self._spec, self._groups))
+            return self._forward(NumpyOps(plan, self._spec, self._groups, self._states))
 
     def close(self) -> None:
         """Nothing to give back."""
