@@ -33,7 +33,7 @@ def model(shared: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
 @pytest.fixture(scope="module")
 def expected(model: Model) -> Float32Array:
     """Logits of every token of the text, without a cache."""
-    return uncached_logits(model.architecture.forward, TEXT)
+    return uncached_logits(model.architecture, TEXT)
 
 
 @pytest.fixture(params=[True, False], ids=["rows", "across"])
@@ -142,7 +142,7 @@ def test_another_text_is_far_away(model: Model, expected: Float32Array) -> None:
     """The comparison would notice a single token that differs, or two that are swapped."""
     swapped = [TEXT[0], TEXT[2], TEXT[1], *TEXT[3:]]
     for other in ([8, *TEXT[1:]], swapped):
-        got = uncached_logits(model.architecture.forward, other)
+        got = uncached_logits(model.architecture, other)
         assert nmse(got[-1], expected[-1]) > 10 * HALF_ROUNDING
 
 

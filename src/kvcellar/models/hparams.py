@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.types import AnyArray
 
 _MAX_COUNT = 2**31 - 1  # ggml takes sizes as C ints
 _MAX_FLOAT = float(np.finfo(np.float32).max)  # and numbers as C floats
@@ -63,6 +64,36 @@ class HyperParams:
         if not isinstance(value, str):
             raise self._refused(key, value, "a string")
         return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or False."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._refused(key, value, "true or false")
+        return value
+
+    def array(self, key: str) -> AnyArray | None:
+        """An array of numbers; None where the key is absent or has one value."""
+        value = self._metadata.get(self._full(key))
+        return value if isinstance(value, np.ndarray) else None
+
+    def only(self, key: str, *values: object) -> None:
+        """Raise UnsupportedModel unless the key is absent or has one of these values.
+
+        Of an array, each element must be one of them.
+        """
+        value = self._metadata.get(self._full(key))
+        given = value.ravel().tolist() if isinstance(value, np.ndarray) else [value]
+        if value is not None and not all(item in values for item in given):
+            known = " or ".join(map(str, values))
+            raise UnsupportedModel(
+                f"{self._full(key)}={shortened(value)}: only {known} is supported"
+            )
+
+    def absent(self, *keys: str) -> None:
+        """Raise UnsupportedModel if one of these is there with another value than 0."""
+        for key in keys:
+            self.only(key, 0)
 
     def per_layer(self, key: str, n_layer: int, default: int | None = None) -> tuple[int, ...]:
         """A size a layer; files give one number for all or an array."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
+from kvcellar.backends.numpy.formulas import attend, softmax
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import ExpertWeights, Ops
 from kvcellar.memory import MemorySpec

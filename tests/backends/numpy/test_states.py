@@ -144,7 +144,7 @@ def _conv_formula(x: AnyArray, weight: AnyArray, before: AnyArray) -> F64:
     """Channel by channel, the inputs before it put in front."""
     columns = np.concatenate([before, x.T.astype(np.float64)], axis=1)
     pairs = zip(columns, weight, strict=True)
-    return np.array([np.convolve(xs, w[::-1], "valid") for xs, w in pairs], np.float64).T
+    return np.stack([np.convolve(xs, w[::-1], "valid") for xs, w in pairs], axis=1)
 
 
 def _scan_formula(
@@ -255,7 +255,7 @@ def _whole_ops(shape: Shape, n: int) -> NumpyOps:
 @pytest.mark.parametrize("shape", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
 def test_ops_equal_those_without_states(shape: Shape) -> None:
     n = 9
-    cached, uncached = _whole_ops(shape, n), UncachedOps(range(n))
+    cached, uncached = _whole_ops(shape, n), UncachedOps(range(n), ())
     x, dt, b, c = shape.scanned(n)
     flat = x.reshape(n, -1)
     np.testing.assert_allclose(

@@ -1,0 +1,46 @@
+"""Phi-3 and Phi-4: gate and up in one matrix, q, k and v often too, and RoPE stretched by factors.
+
+Two things are as in llama.cpp, not as in the paper. A sliding window in the file is not applied.
+Of the two sets of RoPE's factors, one is for contexts up to the original length and one for longer
+ones: a file is read before there is a context, so what the model was trained for decides, not
+``n_ctx``; llama.cpp would take the short ones for a short context of a long model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from kvcellar.backends.operations import Weights
+from kvcellar.models.blocks import FusedDense
+from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.reader import Reader
+
+T = TypeVar("T")
+
+
+class Phi3(Decoder[T]):
+    """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
+
+    def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
+        file = Reader(metadata, weights)
+        file.hp.absent(".expert_count")
+        rope = file.rope("neox", _factors(file))
+        blocks = [file.block(i, file.attention(i, rope), _dense(file, i)) for i in file.layers]
+        super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, file.head())
+
+
+def _factors(file: Reader[T]) -> str:
+    """The tensor of factors for what the model was trained for."""
+    n_ctx = file.hp.size(".context_length")
+    original = file.hp.count(".rope.scaling.original_context_length", 0) or n_ctx
+    return f"rope_factors_{'long' if n_ctx > original else 'short'}.weight"
+
+
+def _dense(file: Reader[T], i: int) -> FusedDense[T]:
+    n_ff, n_embd = file.n_ff(i), file.n_embd
+    return FusedDense(
+        gate_up=file.linear(f"blk.{i}.ffn_up", 2 * n_ff, n_embd),
+        down=file.linear(f"blk.{i}.ffn_down", n_embd, n_ff),
+        n_ff=n_ff,
+    )
