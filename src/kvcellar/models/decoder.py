@@ -31,8 +31,8 @@ class Block(Generic[T]):
 
     mixer_norm: Norm[T]
     mixer: Mixer[T]
-    ffn_norm: Norm[T]
-    ffn: FeedForward[T]
+    ffn_norm: Norm[T] | None = None
+    ffn: FeedForward[T] | None = None  # None: the mixer is all there is
     mixer_post_norm: Norm[T] | None = None
     ffn_post_norm: Norm[T] | None = None
 
@@ -109,7 +109,9 @@ def _applied(ops: Ops[T], layer: int, block: Block[T], x: T, is_last: bool) -> T
     if is_last:
         x, mixed = ops.outputs(x), ops.outputs(mixed)
     x = ops.add(_normed(ops, block.mixer_post_norm, mixed), x)
-    y = block.ffn(ops, block.ffn_norm(ops, x))
+    if block.ffn is None:
+        return x
+    y = block.ffn(ops, _normed(ops, block.ffn_norm, x))
     return ops.add(_normed(ops, block.ffn_post_norm, y), x)
 
 

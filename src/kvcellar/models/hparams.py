@@ -95,16 +95,19 @@ class HyperParams:
         for key in keys:
             self.only(key, 0)
 
-    def per_layer(self, key: str, n_layer: int, default: int | None = None) -> tuple[int, ...]:
-        """A size a layer; files give one number for all or an array."""
+    def per_layer(
+        self, key: str, n_layer: int, default: int | None = None, least: int = 1
+    ) -> tuple[int, ...]:
+        """A count of at least 1 (or 0) a layer; files give one number for all or an array."""
         value = self._get(key, default)
         if not isinstance(value, np.ndarray):
-            return (self.size(key, default),) * n_layer
+            one = self.size(key, default) if least else self.count(key, default)
+            return (one,) * n_layer
         if value.shape != (n_layer,) or not np.issubdtype(value.dtype, np.integer):
             raise self._refused(key, value, f"{n_layer} counts")
         sizes = tuple(int(x) for x in value)
-        if not all(0 < x <= _MAX_COUNT for x in sizes):
-            raise self._refused(key, value, "counts above zero")
+        if not all(least <= x <= _MAX_COUNT for x in sizes):
+            raise self._refused(key, value, "counts above zero" if least else "counts")
         return sizes
 
     def _refused(self, key: str, value: object, expected: str) -> ModelFileError:

@@ -31,12 +31,16 @@ class Reader(Generic[T]):
         embedding: the table of tokens.
         layers: the numbers of the layers.
 
+    With ``all_attend=False``, layers may have no heads of K and V.
+
     Raises:
         UnsupportedModel: a tensor or hyper-parameter is absent, or one is there that we lack.
         ModelFileError: sizes contradict each other.
     """
 
-    def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
+    def __init__(
+        self, metadata: Mapping[str, object], weights: Weights[T], *, all_attend: bool = True
+    ) -> None:
         self.hp = HyperParams(metadata)
         self.weights = weights
         refuse_unknown_settings(self.hp)
@@ -44,10 +48,12 @@ class Reader(Generic[T]):
         self.embedding = weights.matrix("token_embd.weight", self.n_vocab, self.n_embd)
         self.n_layer = _layer_count(self.hp, weights)
         self.layers = range(self.n_layer)
-        self.n_head = self.hp.per_layer(".attention.head_count", self.n_layer)
-        self.n_head_kv = self.hp.per_layer(".attention.head_count_kv", self.n_layer, self.n_head[0])
+        default, least = (None, 1) if all_attend else (0, 0)
+        self.n_head = self.hp.per_layer(".attention.head_count", self.n_layer, default, least)
+        n_head = max(self.n_head)
+        self.n_head_kv = self.hp.per_layer(".attention.head_count_kv", self.n_layer, n_head, least)
         _check_heads(self.n_head, self.n_head_kv)
-        head_dim = self.n_embd // self.n_head[0]
+        head_dim = self.n_embd // max(n_head, 1)
         self.head_dim_k = self.hp.size(".attention.key_length", head_dim)
         self.head_dim_v = self.hp.size(".attention.value_length", head_dim)
 
@@ -83,6 +89,10 @@ class Reader(Generic[T]):
             ffn_norm=self.rms_norm(f"blk.{i}.ffn_norm"),
             ffn=ffn,
         )
+
+    def lone_block(self, i: int, mixer: Mixer[T]) -> Block[T]:
+        """Layer i of a mixer and nothing else, with an RMS norm before it."""
+        return Block(self.rms_norm(f"blk.{i}.attn_norm"), mixer)
 
     def rope(self, mode: Literal["normal", "neox"], factors: str = FACTORS) -> RopeSpec:
         """How heads of K and Q are rotated."""
@@ -132,10 +142,10 @@ class Reader(Generic[T]):
             bias=self.optional(f"{name}.bias", n_out),
         )
 
-    def rms_norm(self, name: str, n: int | None = None) -> RmsNorm[T]:
-        """An RMS norm of n_embd values, or of n."""
+    def rms_norm(self, name: str, *shape: int) -> RmsNorm[T]:
+        """An RMS norm of n_embd values, or of another shape."""
         eps = self.hp.positive(".attention.layer_norm_rms_epsilon")
-        return RmsNorm(self.weights.vector(f"{name}.weight", n or self.n_embd), eps)
+        return RmsNorm(self.weights.vector(f"{name}.weight", *(shape or (self.n_embd,))), eps)
 
     def layer_norm(self, name: str) -> LayerNorm[T]:
         """A norm of n_embd values by mean and variance."""
@@ -175,7 +185,7 @@ def _layer_count(hp: HyperParams, weights: Weights[T]) -> int:
 
 def _check_heads(n_head: Sequence[int], n_head_kv: Sequence[int]) -> None:
     for i, (n, n_kv) in enumerate(zip(n_head, n_head_kv, strict=True)):
-        if n % n_kv:
+        if n_kv and (n == 0 or n % n_kv):
             raise ModelFileError(
                 f"layer {i} has {n} heads over {n_kv} K/V heads: not a whole multiple"
             )
