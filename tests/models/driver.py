@@ -34,8 +34,7 @@ class Grouped:
         memory = self._file.open_memory(MemorySpec(specs, None, places), self.model.forward)
         self._executor = memory.executor
         self.caches = [
-            AttentionCache(spec, store)
-            for spec, store in zip(specs, memory.groups, strict=True)
+            AttentionCache(spec, store) for spec, store in zip(specs, memory.groups, strict=True)
         ]
 
     def decode(self, batch: Batch, n_ubatch: int = 512) -> Float32Array:

@@ -64,9 +64,9 @@ def _rope(file: Reader[T]) -> tuple[RopeSpec, float]:
     rope = read_rope(hp, file.weights, "normal", hp.size(".rope.dimension_count"))
     stretch = log(1.0 / rope.freq_scale)
     multiplier = hp.number(_LOG_MULTIPLIER, 0.0)
-    sharper = rope.attn_factor * (1.0 + (multiplier or 0.1) * stretch)
     if multiplier and rope.ext_factor:
         rope = replace(rope, attn_factor=rope.attn_factor / (1.0 + 0.1 * stretch))
+    sharper = rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + multiplier * stretch)
     return rope, sharper * sharper * hp.size(".attention.key_length_mla") ** -0.5
 
 

@@ -16,7 +16,7 @@ from kvcellar.backends.operations import Weights
 from kvcellar.models.attention import Attention
 from kvcellar.models.decoder import Block, Decoder, Embedding
 from kvcellar.models.reader import Reader
-from kvcellar.models.windows import read_windows
+from kvcellar.models.windows import near_rope, read_windows, windowed
 
 T = TypeVar("T")
 
@@ -29,17 +29,18 @@ class Gemma2(Decoder[T]):
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)
         file.hp.absent(".expert_count")
-        softcap = file.hp.positive(".attn_logit_softcapping", 50.0)
+        softcap = file.hp.cap(".attn_logit_softcapping", 50.0)
         rope, scale = file.rope("neox"), query_scale(file, _N_LAYER_27B)
-        blocks = []
-        for i, window in enumerate(read_windows(file.hp, file.n_layer, period=2, default=4096)):
-            attention = replace(file.attention(i, rope, window), scale=scale, softcap=softcap)
-            blocks.append(sandwich(file, i, attention))
+        windows = read_windows(file.hp, file.n_layer, period=2, default=4096)
+        blocks = [
+            sandwich(file, i, replace(attention, scale=scale, softcap=softcap))
+            for i, attention in enumerate(windowed(file, windows, rope, near_rope(file.hp, rope)))
+        ]
         super().__init__(
             file.spec(blocks),
             Embedding(file.embedding, scale=sqrt(file.n_embd)),
             blocks,
-            file.head(softcap=file.hp.positive(".final_logit_softcapping", 30.0)),
+            file.head(softcap=file.hp.cap(".final_logit_softcapping", 30.0)),
         )
 
 

@@ -16,7 +16,7 @@ from kvcellar.models.attention import Attention
 from kvcellar.models.decoder import Block, Decoder, Embedding
 from kvcellar.models.gemma2 import query_scale, sandwich
 from kvcellar.models.reader import Reader
-from kvcellar.models.windows import read_windows
+from kvcellar.models.windows import near_rope, read_windows, windowed
 
 T = TypeVar("T")
 
@@ -29,26 +29,21 @@ class Gemma3(Decoder[T]):
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)
         file.hp.absent(".expert_count")
+        blocks = _blocks(file)
         super().__init__(
-            file.spec(blocks := _blocks(file)),
+            file.spec(blocks),
             Embedding(file.embedding, scale=sqrt(file.n_embd), scales_given=False),
             blocks,
-            file.head(softcap=file.hp.number(".final_logit_softcapping", 0.0)),
+            file.head(softcap=file.hp.cap(".final_logit_softcapping", 0.0)),
         )
 
 
 def _blocks(file: Reader[T]) -> list[Block[T]]:
-    everywhere = file.rope("neox")
-    near = replace(
-        everywhere, freq_base=file.hp.positive(".rope.freq_base_swa", 10000.0), freq_scale=1.0
-    )
     windows = read_windows(file.hp, file.n_layer, period=6, default=0)
-    return [
-        sandwich(
-            file, i, _normed(file, i, file.attention(i, near if window else everywhere, window))
-        )
-        for i, window in enumerate(windows)
-    ]
+    rope = file.rope("neox")
+    near = replace(near_rope(file.hp, rope, 10000.0), freq_scale=1.0)
+    attentions = windowed(file, windows, rope, near)
+    return [sandwich(file, i, _normed(file, i, each)) for i, each in enumerate(attentions)]
 
 
 def _normed(file: Reader[T], i: int, attention: Attention[T]) -> Attention[T]:

@@ -37,7 +37,7 @@ def _block(file: Reader[T], i: int) -> Block[T]:
         mixer=file.attention(i, rope=None),
         ffn_norm=file.layer_norm(f"blk.{i}.ffn_norm"),
         ffn=Plain(
-            up=file.linear(f"blk.{i}.ffn_up", n_ff, n_embd),
-            down=file.linear(f"blk.{i}.ffn_down", n_embd, n_ff),
+            up=file.linear(f"blk.{i}.ffn_up", n_ff, n_embd, scaled=False),
+            down=file.linear(f"blk.{i}.ffn_down", n_embd, n_ff, scaled=False),
         ),
     )

@@ -16,7 +16,7 @@ from kvcellar.models.blocks import Experts
 from kvcellar.models.decoder import Block, Decoder, Embedding
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
-from kvcellar.models.windows import read_windows
+from kvcellar.models.windows import near_rope, read_windows, windowed
 
 T = TypeVar("T")
 
@@ -29,11 +29,12 @@ class GptOss(Decoder[T]):
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)
         file.hp.absent(".expert_shared_count")
+        file.hp.only(".expert_gating_func", 0, 3)
+        file.hp.only(".expert_weights_scale", 0.0, 1.0)
         rope = file.rope("neox")
         windows = read_windows(file.hp, file.n_layer, period=2)
-        blocks = [
-            _block(file, i, file.attention(i, rope, window)) for i, window in enumerate(windows)
-        ]
+        attentions = windowed(file, windows, rope, near_rope(file.hp, rope))
+        blocks = [_block(file, i, each) for i, each in enumerate(attentions)]
         super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, file.head())
 
 

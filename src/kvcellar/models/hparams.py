@@ -58,6 +58,13 @@ class HyperParams:
             raise self._refused(key, value, "a number above zero")
         return value
 
+    def cap(self, key: str, default: float | None = None) -> float:
+        """A finite number that is not negative; 0 is none."""
+        value = self.number(key, default)
+        if value < 0.0:
+            raise self._refused(key, value, "a number that is not negative")
+        return value
+
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default)

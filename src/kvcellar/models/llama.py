@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.blocks import Experts
+from kvcellar.models.blocks import Experts, FeedForward
 from kvcellar.models.decoder import Decoder, Embedding
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
@@ -30,14 +30,18 @@ class Llama(Decoder[T]):
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)
         file.hp.absent(".attention.sliding_window", ".expert_shared_count")
+        file.hp.only(".expert_gating_func", 0, 1)
+        file.hp.only(".expert_weights_scale", 0.0, 1.0)
         has_experts = file.hp.count(".expert_count", 0) > 0
         rope = file.rope("normal")
         blocks = [
-            file.block(
-                i,
-                file.attention(i, rope),
-                Experts(read_experts(file, i, file.n_ff(i))) if has_experts else file.dense(i),
-            )
+            file.block(i, file.attention(i, rope), _feed_forward(file, i, has_experts))
             for i in file.layers
         ]
         super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, file.head())
+
+
+def _feed_forward(file: Reader[T], i: int, has_experts: bool) -> FeedForward[T]:
+    if has_experts:
+        return Experts(read_experts(file, i, file.n_ff(i), scaled=True))
+    return file.dense(i, scaled=True)

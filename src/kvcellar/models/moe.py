@@ -14,12 +14,12 @@ MAX_EXPERTS_USED = 32
 """Experts a token may use: a graph has room for so many in each layer."""
 
 
-def read_experts(file: Reader[T], i: int, n_ff: int) -> ExpertWeights[T]:
-    """Layer i's experts, with the biases and scales that the file has.
+def read_experts(file: Reader[T], i: int, n_ff: int, *, scaled: bool = False) -> ExpertWeights[T]:
+    """Layer i's experts, with the biases and, if they count, the scales that the file has.
 
     Raises:
         ModelFileError: more are used than there are.
-        UnsupportedModel: a token uses more than we can, or groups of experts are chosen first.
+        UnsupportedModel: a token uses more than we can.
     """
     hp, n_embd, name = file.hp, file.n_embd, f"blk.{i}.ffn"
     n_expert, n_used = hp.size(".expert_count"), hp.size(".expert_used_count")
@@ -33,7 +33,7 @@ def read_experts(file: Reader[T], i: int, n_ff: int) -> ExpertWeights[T]:
         return matrix(f"{name}_{kind}_exps.weight", n_expert, n, n_embd)
 
     def scale(kind: str) -> T | None:
-        return file.optional(f"{name}_{kind}_exps.scale", n_expert)
+        return file.optional(f"{name}_{kind}_exps.scale", n_expert) if scaled else None
 
     def bias(kind: str, n: int) -> T | None:
         full = f"{name}_{kind}_exps.bias"

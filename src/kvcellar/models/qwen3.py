@@ -25,7 +25,10 @@ class Qwen3(Decoder[T]):
         file = Reader(metadata, weights)
         file.hp.absent(".attention.sliding_window", ".expert_count")
         rope = file.rope("neox")
-        blocks = [file.block(i, _attention(file, i, rope), file.dense(i)) for i in file.layers]
+        blocks = [
+            file.block(i, _attention(file, i, rope), file.dense(i, scaled=True))
+            for i in file.layers
+        ]
         super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, file.head())
 
 

@@ -1,6 +1,7 @@
-"""Reads one file: sizes that contradict each other are refused, parts that most families share built.
+"""Reads one file: refuses sizes that contradict each other, builds the parts that families share.
 
-A part is named by its prefix, ``blk.{i}``; what a family has beside these parts it reads itself.
+What a family has beside these parts it reads itself. Scales of products count where llama.cpp lets
+them count: in attention always, in the feed-forwards of llama and Qwen3 only (``scaled``).
 """
 
 from __future__ import annotations
@@ -71,11 +72,15 @@ class Reader(Generic[T]):
         )
 
     def head(self, norm: Norm[T] | None = None, softcap: float = 0.0) -> Head[T]:
-        """Norm and output matrix, which may be the embedding's; the norm is RMS if none is given."""
-        output = (
-            self.linear("output", self.n_vocab, self.n_embd)
-            if self.weights.has("output.weight")
-            else Linear(self.embedding)
+        """Norm (RMS if none is given) and output matrix, which may be the embedding's."""
+        name, n = "output", self.n_vocab
+        is_own = self.weights.has(f"{name}.weight")
+        output = Linear(
+            weight=self.weights.matrix(f"{name}.weight", n, self.n_embd)
+            if is_own
+            else self.embedding,
+            scale=self.optional(f"{name}.scale", 1),
+            bias=self.optional(f"{name}.bias", n),
         )
         return Head(norm or self.rms_norm("output_norm"), output, softcap)
 
@@ -116,15 +121,16 @@ class Reader(Generic[T]):
         i: int,
         activation: Literal["swiglu", "geglu"] = "swiglu",
         *,
+        scaled: bool = False,
         n_ff: int | None = None,
         suffix: str = "",
     ) -> Dense[T]:
         """Layer i's gated feed-forward; other tensors and sizes where the last two are given."""
         n, name = self.n_ff(i) if n_ff is None else n_ff, f"blk.{i}.ffn"
         return Dense(
-            gate=self.linear(f"{name}_gate{suffix}", n, self.n_embd),
-            up=self.linear(f"{name}_up{suffix}", n, self.n_embd),
-            down=self.linear(f"{name}_down{suffix}", self.n_embd, n),
+            gate=self.linear(f"{name}_gate{suffix}", n, self.n_embd, scaled=scaled),
+            up=self.linear(f"{name}_up{suffix}", n, self.n_embd, scaled=scaled),
+            down=self.linear(f"{name}_down{suffix}", self.n_embd, n, scaled=scaled),
             activation=activation,
         )
 
@@ -134,11 +140,11 @@ class Reader(Generic[T]):
 
     # -- tensors
 
-    def linear(self, name: str, n_out: int, n_in: int) -> Linear[T]:
-        """A weight with the scale and the bias that the file may have."""
+    def linear(self, name: str, n_out: int, n_in: int, *, scaled: bool = True) -> Linear[T]:
+        """A weight with the bias and, if it counts, the scale that the file may have."""
         return Linear(
             weight=self.weights.matrix(f"{name}.weight", n_out, n_in),
-            scale=self.optional(f"{name}.scale", 1),
+            scale=self.optional(f"{name}.scale", 1) if scaled else None,
             bias=self.optional(f"{name}.bias", n_out),
         )
 
