@@ -78,11 +78,14 @@ class Recurrent:
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop the whole sequence; a part of it cannot be dropped."""
         last = self._last.get(seq_id, -1)
-        if p0 > 0 or 0 <= p1 <= last:
+        if 0 < p0 <= last or 0 < p1 <= last:
             return False
-        self._rows.pop(seq_id, None)
-        self._last.pop(seq_id, None)
-        return all([cache.seq_rm(seq_id, p0, p1) for cache in self.caches])
+        if p0 <= last:
+            self._rows.pop(seq_id, None)
+            self._last.pop(seq_id, None)
+        for cache in self.caches:
+            cache.seq_rm(seq_id, p0, p1)
+        return True
 
     def play(self, step: Mapping[str, Any]) -> dict[int, float]:
         """Play one step of ``archs/*.json``; the error of each row of logits that it lists."""

@@ -127,6 +127,13 @@ def test_arrays_that_do_not_fit_are_refused(value: object) -> None:
         _with(value).per_layer(".x", 3)
 
 
+def test_layers_may_be_allowed_to_have_none() -> None:
+    assert _with(np.array([1, 0, 3])).per_layer(".x", 3, least=0) == (1, 0, 3)
+    assert _with(0).per_layer(".x", 2, least=0) == (0, 0)
+    with pytest.raises(ModelFileError, match=r"llama\.x=.*: expected counts"):
+        _with(np.array([1, -2, 3])).per_layer(".x", 3, least=0)
+
+
 def test_a_message_does_not_quote_a_whole_vocabulary() -> None:
     with pytest.raises(ModelFileError) as caught:
         _with(["token"] * 100_000).count(".x")

@@ -22,7 +22,7 @@ def test_a_llama_is_found() -> None:
     assert model.spec.arch == "llama"
 
 
-@pytest.mark.parametrize("arch", ["", "llama2", "mamba", "../llama", "x" * 500])
+@pytest.mark.parametrize("arch", ["", "llama2", "mamba3", "../llama", "x" * 500])
 def test_an_unknown_architecture_names_those_we_have(arch: str) -> None:
     with pytest.raises(UnsupportedModel, match=r"is not supported; known are .*llama"):
         load_architecture({"general.architecture": arch}, ShapeWeights({}))

@@ -6,7 +6,7 @@ products) is applied in llama.cpp's order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Ops, Routing
@@ -88,11 +88,6 @@ class Dense(Generic[T]):
         gate, up = self.gate.biased_first(ops, x), self.up.biased_first(ops, x)
         hidden = ops.swiglu(gate, up) if self.activation == "swiglu" else ops.geglu(gate, up)
         return self.down.biased_first(ops, hidden)
-
-    def unscaled(self) -> Dense[T]:
-        """The same without the scales of its products."""
-        gate, up, down = (replace(part, scale=None) for part in (self.gate, self.up, self.down))
-        return replace(self, gate=gate, up=up, down=down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 The multipliers that the family is known for are part of a file's weights. The norm inside the mixer
 is there in some sizes only; that of the feed-forward may be called without ``.weight``. As in
-llama.cpp frequency factors, the bias of attention's output and scales of the feed-forward are not
-used, where a file has them.
+llama.cpp, frequency factors and the bias of attention's output are not used where a file has them.
 """
 
 from __future__ import annotations
@@ -60,4 +59,4 @@ def _block(file: Reader[T], i: int, rope: RopeSpec) -> Block[T]:
     norm = file.rms_norm(f"blk.{i}.attn_norm")
     name = f"blk.{i}.ffn_norm"
     weight = file.weights.vector(name if file.weights.has(name) else f"{name}.weight", file.n_embd)
-    return Block(norm, mixer, RmsNorm(weight, norm.eps), file.dense(i).unscaled())
+    return Block(norm, mixer, RmsNorm(weight, norm.eps), file.dense(i))

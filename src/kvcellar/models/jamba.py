@@ -1,8 +1,7 @@
 """Jamba: Mamba's mixers with norms inside, and now and then a layer that attends without rotation.
 
 Each is followed by a feed-forward, dense or, where the layer has a router, a mixture of experts
-whose shares are used as they are. Layers without heads of K and V are the recurrent ones. Scales of
-dense feed-forwards are not used, as llama.cpp does not.
+whose shares are used as they are. Layers without heads of K and V are the recurrent ones.
 """
 
 from __future__ import annotations
@@ -39,4 +38,4 @@ def _mixer(file: Reader[T], i: int) -> Mixer[T]:
 def _feed_forward(file: Reader[T], i: int) -> FeedForward[T]:
     if file.weights.has(f"blk.{i}.ffn_gate_inp.weight"):
         return Experts(read_experts(file, i, file.n_ff(i)), Routing(normalised=False))
-    return file.dense(i).unscaled()
+    return file.dense(i)

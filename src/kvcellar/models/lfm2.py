@@ -1,7 +1,7 @@
 """LFM2: gated short convolutions, and now and then a layer that attends, q and k normalised.
 
 Layers without heads of K and V are the convolutions. Where a file has a window, every layer that
-attends has it. Scales of feed-forwards are not used, as llama.cpp does not.
+attends has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lfm2(Decoder[T]):
         file = Reader(metadata, weights, all_attend=False)
         file.hp.absent(".expert_count")
         rope = file.rope("neox")
-        blocks = [file.block(i, _mixer(file, i, rope), file.dense(i).unscaled()) for i in file.layers]
+        blocks = [file.block(i, _mixer(file, i, rope), file.dense(i)) for i in file.layers]
         head = file.head(file.rms_norm("token_embd_norm"))
         super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, head)
 

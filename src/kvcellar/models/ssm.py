@@ -80,14 +80,9 @@ class Mamba(Generic[T]):
     out: Linear[T]
 
     @property
-    def state(self) -> StateLayer:
-        """Its state."""
-        return self.shape.state(self.shape.d_inner)
-
-    @property
     def memory(self) -> LayerMemory:
         """What the layer keeps."""
-        return LayerMemory(state=self.state)
+        return LayerMemory(state=self.shape.state(self.shape.d_inner))
 
     def __call__(self, ops: Ops[T], layer: int, x: T) -> T:
         """``[n, n_embd]`` to the same shape."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcellar.backends.numpy import states as numpy_states
 from kvcellar.backends.numpy.ops import NumpyOps
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, softplus, ssm_scan
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.plans import causal_plan
@@ -279,3 +279,14 @@ def test_a_layer_finds_its_own_state() -> None:
     assert not ops._states.conv(0).any()
     assert not ops._states.ssm(1).any()
     assert ops._states.conv(1)[0].all()
+
+
+def test_states_need_a_plan_and_a_memory_that_have_them() -> None:
+    ops = _whole_ops(MAMBA, 3)
+    memory, plan = MemorySpec((), None, (LayerPlace(),)), causal_plan(range(3))
+    x, dt, b, c = MAMBA.scanned(3)
+    for lacking in (NumpyOps(ops.plan, memory, ()), NumpyOps(plan, ops._spec, (), ops._states)):
+        with pytest.raises(NotSupported, match="without states"):
+            lacking.short_conv(0, x.reshape(3, -1), MAMBA.weight())
+        with pytest.raises(NotSupported, match="without states"):
+            lacking.ssm_scan(0, x, dt, MAMBA.a(), b, c)

@@ -13,9 +13,9 @@ from kvcellar.backends.numpy.plain import PlainOps
 from kvcellar.backends.numpy.rope import magnitude, rotated
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import PositionError
+from kvcellar.errors import NotSupported, PositionError
 from kvcellar.memory import MemorySpec
-from kvcellar.plan import Plan
+from kvcellar.plan import Plan, StatePlan
 from kvcellar.types import Float32Array, RopeSpec
 
 
@@ -87,10 +87,8 @@ class NumpyOps(PlainOps):
 
     def short_conv(self, layer: int, x: Float32Array, weight: Float32Array) -> Float32Array:
         """Causal convolution of each channel along each sequence."""
-        assert self._states is not None
-        assert self.plan.states is not None
-        rows = self._states.conv(self._spec.places[layer].state)
-        return short_conv(self.plan.states, rows, x, weight)
+        states, plan = self._recurrent()
+        return short_conv(plan, states.conv(self._spec.places[layer].state), x, weight)
 
     def ssm_scan(
         self,
@@ -102,14 +100,17 @@ class NumpyOps(PlainOps):
         c: Float32Array,
     ) -> Float32Array:
         """Mamba's recurrence."""
-        assert self._states is not None
-        assert self.plan.states is not None
-        rows = self._states.ssm(self._spec.places[layer].state)
-        return ssm_scan(self.plan.states, rows, x, dt, a, b, c)
+        states, plan = self._recurrent()
+        return ssm_scan(plan, states.ssm(self._spec.places[layer].state), x, dt, a, b, c)
 
     def outputs(self, x: Float32Array) -> Float32Array:
         """The rows whose logits are wanted."""
         return x[self.plan.micro.outputs]
+
+    def _recurrent(self) -> tuple[NumpyStateStore, StatePlan]:
+        if self._states is None or self.plan.states is None:
+            raise NotSupported("a recurrent layer, but a plan or a memory without states")
+        return self._states, self.plan.states
 
 
 class NumpyExecutor:
