@@ -31,7 +31,7 @@ class Recurrent:
     """A model with recurrent layers on the NumPy backend."""
 
     def __init__(self, path: Path, kind: KVType = KVType.F16, size: int = 256) -> None:
-        file = NumpyModelFile(path)
+        file = self.file = NumpyModelFile(path)
         self.model: Architecture[Float32Array] = load_architecture(file.metadata, file.weights)
         groups, states, places = group_layers(self.model.spec.layers)
         specs = tuple(CacheSpec(size, N_SEQ, layers, kind, kind) for layers in groups)
@@ -52,7 +52,7 @@ class Recurrent:
             groups = tuple(placement.plan(i, None, False) for placement in placements)
             plan = Plan(micro, groups, self._plan_states(micro))
             wanted = micro.rows[micro.outputs].tolist()
-            logits.update(zip(wanted, self.memory.executor.run(plan), strict=True))
+            logits.update(zip(wanted, self.memory.executor.run(plan).copy(), strict=True))
         for placement in placements:
             placement.commit()
         return np.array([logits[row] for row in sorted(logits)])
