@@ -65,9 +65,8 @@ def test_embeddings_that_are_given_are_not_multiplied(arch: str) -> None:
     model, rows = load(arch), tensors(arch)["token_embd.weight"][TEXT]
     wanted = uncached_logits(model, TEXT)
     factor = np.float32(4.0 if arch == "gemma3" else 1.0)  # the root of 16
-    np.testing.assert_allclose(
-        model.forward(Given(rows * factor, model)), wanted, rtol=1e-4, atol=1e-5
-    )
+    got: Float32Array = model.forward(Given(rows * factor, model))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", [np.array([1, 0, 1]), np.array([[1, 0]]), np.array([0.5, 1.0])])

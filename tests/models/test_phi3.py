@@ -15,7 +15,7 @@ TEXT = [3, 1, 4, 1, 5]
 
 def _rope(model_keys: dict[str, object], **tensors: object) -> RopeSpec:
     named = {f"rope_factors_{name}.weight": tensor for name, tensor in tensors.items()}
-    (layer,) = load("phi3", named, **model_keys).spec.attention_layers  # type: ignore[arg-type]
+    (layer,) = load("phi3", named, **model_keys).spec.attention_layers
     assert layer.rope is not None
     return layer.rope
 
