@@ -123,7 +123,7 @@ def test_longrope_is_known_where_there_are_several_sets() -> None:
     hp = HyperParams({"general.architecture": "m", **keys})
     rope = read_rope(hp, ShapeWeights({}), "neox", 4, "long.weight")
     assert (rope.freq_scale, rope.ext_factor) == (1.0, 0.0)
-    with pytest.raises(UnsupportedModel, match="known are none, linear, yarn$"):
+    with pytest.raises(UnsupportedModel, match=r"known are none, linear, yarn$"):
         read_rope(hp, ShapeWeights({}), "neox", 4)
 
 
