@@ -19,12 +19,6 @@ def _logits(tensors: dict[str, Any]) -> Float32Array:
     return uncached_logits(load(TINY_FALCON.metadata(), tensors), [1, 2, 3, 4])
 
 
-def _random(**more: tuple[int, ...]) -> dict[str, Any]:
-    random = np.random.default_rng(1)
-    tensors = TINY_FALCON.tensors(**more)
-    return {name: random.normal(size=x.shape).astype(np.float32) for name, x in tensors.items()}
-
-
 def test_a_layer_keeps_both_kinds() -> None:
     rope = RopeSpec("neox", 4, n_ctx_orig=64)
     state = StateLayer(n_conv=3 * 24, n_ssm=16 * 4)
@@ -32,14 +26,14 @@ def test_a_layer_keeps_both_kinds() -> None:
 
 
 def test_the_norm_of_the_feed_forward_has_two_names() -> None:
-    tensors = _random()
+    tensors = TINY_FALCON.random()
     other = dict(tensors)
     other["blk.0.ffn_norm"] = other.pop("blk.0.ffn_norm.weight")
     np.testing.assert_array_equal(_logits(other), _logits(tensors))
 
 
 def test_the_norm_of_the_mixer_is_used_where_there_is_one() -> None:
-    tensors = _random(ssm_norm__weight=(1, 16))
+    tensors = TINY_FALCON.random(ssm_norm__weight=(1, 16))
     without = dict(tensors)
     del without["blk.0.ssm_norm.weight"]
     mixers = [
@@ -53,13 +47,13 @@ def test_the_norm_of_the_mixer_is_used_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("name", ["blk.0.attn_output.bias", "rope_freqs.weight"])
 def test_what_llama_cpp_leaves_out_is_left_out(name: str) -> None:
-    tensors = _random()
+    tensors = TINY_FALCON.random()
     more = {name: np.full(2 if name.startswith("rope") else 8, 3, np.float32)}
     np.testing.assert_array_equal(_logits(tensors | more), _logits(tensors))
 
 
 def test_other_biases_count() -> None:
-    tensors = _random()
+    tensors = TINY_FALCON.random()
     for name, n in (("attn_q", 8), ("ffn_gate", 6), ("ssm_conv1d", 24)):
         more = {f"blk.0.{name}.bias": np.linspace(-1, 1, n, dtype=np.float32)}
         assert not np.allclose(_logits(tensors | more), _logits(tensors), rtol=1e-3), name

@@ -21,7 +21,7 @@ RECURRENT = LayerMemory(state=StateLayer(n_conv=3 * 16, n_ssm=16 * 4))
 
 def _with_experts(n_used: int = 2) -> Architecture[Any]:
     """The last layer's feed-forward is a mixture of three that are alike."""
-    tensors = TINY_JAMBA.tensors(
+    tensors = TINY_JAMBA.random(
         ffn_gate_inp__weight=(N_EXPERT, 8),
         ffn_gate_exps__weight=(N_EXPERT, 6, 8),
         ffn_up_exps__weight=(N_EXPERT, 6, 8),
@@ -29,8 +29,6 @@ def _with_experts(n_used: int = 2) -> Architecture[Any]:
     )
     for kind in ("gate", "up", "down"):
         del tensors[f"blk.1.ffn_{kind}.weight"]
-    random = np.random.default_rng(2)
-    tensors = {name: random.normal(size=x.shape).astype(np.float32) for name, x in tensors.items()}
     for name in tensors:
         if "_exps" in name:
             tensors[name][1:] = tensors[name][0]

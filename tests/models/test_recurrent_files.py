@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelError, ModelFileError, UnsupportedModel
+from kvcellar.testing.uncached import uncached_logits
 from tests.models.tiny_recurrent import FILES, Tiny, load
 
 TENSORS = [
@@ -46,6 +47,18 @@ def test_nothing_more_is_needed(tiny: Tiny) -> None:
     spec = tiny.load().spec
     assert (spec.arch, spec.n_vocab, spec.n_embd, spec.n_ctx_train) == (tiny.arch, 10, 8, 64)
     assert len(spec.layers) == len(tiny.layers)
+
+
+@pytest.mark.parametrize(("tiny", "name"), TENSORS)
+def test_every_tensor_counts(tiny: Tiny, name: str) -> None:
+    """Another value of any tensor gives other logits."""
+    tensors, text = tiny.random(), [3, 1, 4, 1, 5, 9, 2]
+    expected = uncached_logits(load(tiny.metadata(), tensors), text)
+    factor = 0.5 if name.endswith("ssm_a") else -0.7  # states that decay, not ones that grow
+    tensors[name] = tensors[name] * np.float32(factor)
+    got = uncached_logits(load(tiny.metadata(), tensors), text)
+    assert np.isfinite(expected).all()
+    assert not np.allclose(got, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("tiny", "name"), TENSORS)

@@ -85,6 +85,15 @@ class Tiny:
         shapes |= {f"{last}.{name.replace('__', '.')}": shape for name, shape in more.items()}
         return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
 
+    def random(self, **more: tuple[int, ...]) -> dict[str, Any]:
+        """The same with random numbers; rates of decay are negative."""
+        rng = np.random.default_rng(1)
+        drawn = {name: rng.normal(size=x.shape) for name, x in self.tensors(**more).items()}
+        return {
+            name: (-abs(x) if name.endswith("ssm_a") else x).astype(np.float32)
+            for name, x in drawn.items()
+        }
+
     def load(self, **changes: Any) -> Architecture[Any]:
         """The model, some of its keys changed."""
         return load(self.metadata(**changes), self.tensors())
