@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from kvcellar.backends.operations import Routing, Weights
@@ -23,7 +24,9 @@ from kvcellar.types import RopeSpec
 
 T = TypeVar("T")
 
-_GATINGS: Mapping[int, Literal["softmax", "sigmoid"]] = {0: "softmax", 1: "softmax", 2: "sigmoid"}
+_GATINGS: Mapping[int, Literal["softmax", "sigmoid"]] = MappingProxyType(
+    {0: "softmax", 1: "softmax", 2: "sigmoid"}  # 0: files of V2 do not say
+)
 _LOG_MULTIPLIER = ".rope.scaling.yarn_log_multiplier"
 
 
@@ -31,9 +34,10 @@ class Deepseek2(Decoder[T]):
     """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
 
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
+        _refuse_joined(weights)
         file = Reader(metadata, weights)
         file.hp.absent(".attention.sliding_window")
-        _refuse_joined(weights)
+        file.hp.only(".attention.head_count_kv", 1)
         n_dense = file.hp.count(".leading_dense_block_count", 0)
         rope, scale = _rope(file)
         blocks = [
@@ -62,7 +66,7 @@ def _rope(file: Reader[T]) -> tuple[RopeSpec, float]:
     """
     hp = file.hp
     rope = read_rope(hp, file.weights, "normal", hp.size(".rope.dimension_count"))
-    stretch = log(1.0 / rope.freq_scale)
+    stretch = max(0.0, -log(rope.freq_scale))
     multiplier = hp.number(_LOG_MULTIPLIER, 0.0)
     if multiplier and rope.ext_factor:
         rope = replace(rope, attn_factor=rope.attn_factor / (1.0 + 0.1 * stretch))
@@ -132,6 +136,5 @@ def _experts(file: Reader[T], i: int) -> FeedForward[T]:
         normalised=hp.flag(".expert_weights_norm", False),
         factor=hp.number(".expert_weights_scale", 0.0) or 1.0,
     )
-    n_shared = hp.count(".expert_shared_count", 0)
-    shared = file.dense(i, n_ff=n_ff * n_shared, suffix="_shexp") if n_shared else None
+    shared = file.dense(i, n_ff=n_ff * hp.size(".expert_shared_count"), suffix="_shexp")
     return Experts(read_experts(file, i, n_ff), routing, shared)
