@@ -37,7 +37,9 @@ KEYS = [(arch, key) for arch in FAMILIES for key in metadata(arch) if key.starts
 
 
 def test_every_registered_family_is_tried() -> None:
-    assert set(FAMILIES) == set(ARCHITECTURES)
+    """Those with states have tests of their own."""
+    stateful = {"falcon-h1", "jamba", "lfm2", "mamba", "mamba2"}
+    assert set(ARCHITECTURES) - stateful == set(FAMILIES)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
