@@ -52,8 +52,8 @@ def test_a_layer_whose_v_is_in_its_k_stores_no_v(kind: KVType, flash_attn: bool)
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (LayerSpec(1, 96, 64, v_offset=33), "v_offset=33 of layer 1: V of 64 values must lie"),
-        (LayerSpec(1, 96, 64, v_offset=-1), "v_offset=-1 of layer 1"),
+        (LayerSpec(1, 96, 64, v_offset=33), "v_offset=33: V of layer 1 is 64 of the 96 values"),
+        (LayerSpec(1, 96, 64, v_offset=-1), "v_offset=-1: V of layer 1"),
         (LayerSpec(1, 96, 32, RopeSpec("normal", 64), v_offset=32), "behind the 64 that are"),
     ],
 )
@@ -62,8 +62,9 @@ def test_v_must_lie_in_what_is_kept_and_not_rotated(layer: LayerSpec, message: s
         NumpyStore(CacheSpec(8, 1, (LAYERS[0], layer)))
 
 
-def test_v_in_k_may_have_any_size_that_k_may_have() -> None:
-    NumpyStore(CacheSpec(8, 1, (LayerSpec(1, 96, 20, v_offset=7),), KVType.Q8_0, KVType.Q8_0))
+def test_v_in_k_has_no_type_of_its_own() -> None:
+    odd = LayerSpec(1, 96, 20, v_offset=7)
+    NumpyStore(CacheSpec(8, 1, (odd,), KVType.F16, KVType.Q8_0, flash_attn=False))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
