@@ -176,3 +176,16 @@ def test_lists_without_a_kernel_are_refused(opened: list[Bench]) -> None:
     plan = plan_of(rows(1, 48), [CellPlan(np.zeros(1, np.int64), np.empty((1, 0), "f2"), lists)])
     with pytest.raises(NotSupported, match="lists of cells"):
         opened[0].run(lambda _, x: x, plan)
+
+
+@pytest.mark.parametrize("layer", [LayerSpec(1, 16, 16), LayerSpec(1, 16, 16, v_offset=0)])
+def test_v_is_given_unless_it_is_part_of_k(opened: list[Bench], layer: LayerSpec) -> None:
+    opened.append(Bench(MemorySpec.single(CacheSpec(SIZE, 1, (layer,)))))
+
+    def forward(ops: Ops[int], x: int) -> int:
+        heads = ops.heads(x, 1)
+        return ops.attention(0, heads, heads, heads if layer.v_offset is not None else None, 1.0)
+
+    cells = CellPlan(np.zeros(1, np.int64), np.zeros((1, SIZE), np.float16))
+    with pytest.raises(AssertionError, match="part of k"):
+        opened[0].run(forward, plan_of(rows(1, 16), [cells]))

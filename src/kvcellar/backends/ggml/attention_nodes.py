@@ -72,6 +72,7 @@ class AttentionNodes:
         ``layer`` counts those of the group; the rest is as in ``Ops.attention``.
         """
         spec, shape = self._store.spec, self._store.spec.layers[layer]
+        assert (v is None) == (shape.v_offset is not None), "v is given unless it is part of k"
         q, k = (self._nodes.mix(x, spec.hadamard_k(layer)) for x in (q, k))
         self._write_rows(self._store.k[layer], k)
         across = spec.v_trans and shape.v_offset is None
@@ -161,11 +162,10 @@ class AttentionNodes:
         n_head, n = self._nodes.ne(q)[1:3]
         d_v = self._store.spec.layers[layer].head_dim_v
         function, task = kernel.function(layer, n_head), kernel.task(scale)
-        sources = (c.c_void_p * 3)(q, self._store.k[layer], self._v_rows(layer))
-        shape = (TYPE_F32, d_v, n_head, n, 1)
-        return self._flat(
-            self._node("ggml_custom_4d", *shape, sources, len(sources), function, ALL_THREADS, task)
-        )
+        tensors = [q, self._store.k[layer], self._v_rows(layer)]
+        sources = (c.c_void_p * len(tensors))(*tensors)
+        shape, shared = (TYPE_F32, d_v, n_head, n, 1), (function, ALL_THREADS, task)
+        return self._flat(self._node("ggml_custom_4d", *shape, sources, len(tensors), *shared))
 
     def _flat(self, x: int) -> int:
         """``[n, n_head, d]`` to ``[n, n_head * d]``."""
