@@ -25,10 +25,10 @@ one by a rollback ends those within it; it cannot be committed while one is open
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal, Protocol, TypeAlias
 
 from kvcellar.backends.base import KVStore
+from kvcellar.cache.undoable import Undoable
 from kvcellar.cells import CellTable
 from kvcellar.errors import AllocationError, CacheError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
@@ -52,12 +52,8 @@ class Host(Protocol):
         """Zero what free cells still hold."""
 
 
-class Transaction:
-    """Everything that happens to a cache from its begin to its end, to be kept or taken back.
-
-    As a context manager it commits when the block ends, and rolls back when it ends by an
-    exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
-    """
+class Transaction(Undoable):
+    """Everything that happens to a cache from its begin to its end, to be kept or taken back."""
 
     def __init__(self, journal: Journal, outer: Transaction | None) -> None:
         table, store = journal.table, journal.store
@@ -122,26 +118,6 @@ class Transaction:
         self._state = state
         self._journal.open.pop()
         self._journal.table.reserved = None if self._outer is None else self._outer.reserved
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            if self.is_open:
-                self.rollback()
-            return
-        try:
-            if self.is_open:
-                self.commit()
-        except BaseException:
-            self.rollback()
-            raise
 
 
 class Journal:
