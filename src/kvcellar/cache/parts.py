@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcellar.cache.base import CellCache, StateCache
+from kvcellar.cache.base import Cache, CellCache, StateCache
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, OptionError
 from kvcellar.types import CacheSpec, Int32Array
@@ -94,3 +94,13 @@ class Parts:
         """Whether every part could forget or share any single token of a sequence."""
         counts = {group.seq_count(seq_id) for group in self.groups}
         return self.states is None and len(counts) == 1
+
+
+def parts_of(cache: Cache) -> tuple[Cache, ...]:
+    """The parts of a cache, the one that knows the most first; itself if it is of one piece."""
+    return cache.parts if isinstance(cache, Parts) else (cache,)
+
+
+def has_states(cache: Cache) -> bool:
+    """Whether a cache holds recurrent states."""
+    return isinstance(cache, Parts) and cache.states is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+U = TypeVar("U", bound="Undoable")
 
 
 class Undoable(Protocol):
@@ -33,7 +35,7 @@ class Undoable(Protocol):
             CacheError: it was committed.
         """
 
-    def __enter__(self) -> Undoable:
+    def __enter__(self: U) -> U:
         return self
 
     def __exit__(

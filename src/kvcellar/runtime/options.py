@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvcellar.errors import OptionError
+from kvcellar.memory import MemorySpec, StateLayer, StateSpec, group_layers
 from kvcellar.models.base import ModelSpec
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 MAX_CELLS = 2**31 - 1
 MAX_SEQUENCES = 4096
 DEFAULT_CELLS = 4096
+MAX_CHECKPOINTS = 2**16
 
 WhyNot: TypeAlias = Callable[[CacheSpec], str | None]
 """Says why a cache of that shape cannot have something; None if it can."""
@@ -37,6 +39,11 @@ class ContextOptions:
             cells of their sequences. None: if it can be; it takes f16 and llvmlite.
         defrag_threshold: the share of holes beyond which the cache is compacted unasked, a few
             runs of cells a decode; None: never. Nothing depends on it but speed.
+        swa_full: whether layers that attend within a window keep all tokens as well. An edit far
+            back then needs no decode of what follows; without, they keep what a window needs.
+        checkpoints: how many older states and windows may be kept to go back to; 0: none, and an
+            edit behind them means that the whole text is decoded again.
+        checkpoint_bytes: what those may take in all; 0: there are none; None: no limit.
     """
 
     n_ctx: int | None = None
@@ -47,41 +54,88 @@ class ContextOptions:
     flash_attn: bool | None = None
     kernel: bool | None = None
     defrag_threshold: float | None = None
+    swa_full: bool = False
+    checkpoints: int = 32
+    checkpoint_bytes: int | None = None
 
-    def cache_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> CacheSpec:
-        """The cache that these options ask for.
+    def memory_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> MemorySpec:
+        """The memory that these options ask for.
+
+        The widest group always has ``n_ctx`` cells, so that the cache knows the whole text.
 
         Raises:
             OptionError: one is outside its range; the message names it.
         """
-        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
         check_range("n_ubatch", self.n_ubatch, 1, MAX_CELLS)
-        type_v = KVType.parse(self.type_v)
-        spec = CacheSpec(
-            size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
-            n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
-            layers=model.attention_layers,
-            type_k=KVType.parse(self.type_k),
-            type_v=type_v,
-            flash_attn=self.flash_attn is not False,
-        )
-        across = self.n_seq_max == 1 and not type_v.is_quantized
-        if self.flash_attn is None and across and not self.use_kernel(spec, why_no_kernel):
-            return replace(spec, flash_attn=False, padding=0)
-        return spec
+        layers, states, places = group_layers(model.layers)
+        groups = self._choose_layout([self._group(model, part) for part in layers], why_no_kernel)
+        sized = (*groups[:1], *(self._in_window(group) for group in groups[1:]))
+        return MemorySpec(sized, self._states(states), places)
 
-    def use_kernel(self, spec: CacheSpec, why_no_kernel: WhyNot) -> bool:
-        """Whether few tokens attend through our own kernel.
+    def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
+        """Whether few tokens attend through our own kernel, in the groups where it can run.
 
         Raises:
-            OptionError: it is asked for and cannot run.
+            OptionError: it is asked for and cannot run in one.
         """
         if self.kernel is False:
             return False
-        reason = why_no_kernel(spec)
-        if reason is not None and self.kernel:
-            raise OptionError(f"kernel=True: {reason}")
-        return reason is None
+        reasons = [why_no_kernel(group) for group in groups] or ["no layer attends"]
+        if self.kernel and any(reasons):
+            raise OptionError(f"kernel=True: {next(filter(None, reasons))}")
+        return None in reasons
+
+    @property
+    def n_checkpoints(self) -> int:
+        """How many checkpoints may be kept, each in a place of its own."""
+        return check_range("checkpoints", self.checkpoints, 0, MAX_CHECKPOINTS)
+
+    @property
+    def checkpoint_budget(self) -> int | None:
+        """How many bytes checkpoints may take, by each kind of memory; None: no limit."""
+        if self.checkpoint_bytes is None:
+            return None
+        return check_range("checkpoint_bytes", self.checkpoint_bytes, 0, 2**62)
+
+    def _group(self, model: ModelSpec, layers: tuple[LayerSpec, ...]) -> CacheSpec:
+        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
+        return CacheSpec(
+            size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
+            n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
+            layers=layers,
+            type_k=KVType.parse(self.type_k),
+            type_v=KVType.parse(self.type_v),
+            flash_attn=self.flash_attn is not False,
+        )
+
+    def _choose_layout(
+        self, groups: list[CacheSpec], why_no_kernel: WhyNot
+    ) -> tuple[CacheSpec, ...]:
+        """The groups with V across if nobody said how it lies and that is faster."""
+        layers = [layer for group in groups for layer in group.layers]
+        suits = self.n_seq_max == 1 and not KVType.parse(self.type_v).is_quantized
+        suits &= all(layer.v_offset is None for layer in layers)
+        if self.flash_attn is not None or not suits or self.use_kernel(groups, why_no_kernel):
+            return tuple(groups)
+        return tuple(replace(group, flash_attn=False, padding=0) for group in groups)
+
+    def _in_window(self, group: CacheSpec) -> CacheSpec:
+        """The group with as many cells as its window needs, where those are fewer."""
+        if self.swa_full or not group.window:
+            return group
+        n_cells = group.window * group.n_seq_max + self.n_ubatch
+        return replace(group, size=min(group.size, -(-n_cells // group.padding) * group.padding))
+
+    def _states(self, layers: tuple[StateLayer, ...]) -> StateSpec | None:
+        """Rows for each sequence's state, for the one it becomes, and for the older ones kept."""
+        if not layers:
+            return None
+        n_seq_max = check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES)
+        spec = StateSpec(2 * n_seq_max, n_seq_max, layers)
+        n_kept, budget = self.n_checkpoints, self.checkpoint_budget
+        if budget is not None:
+            n_kept = min(n_kept, budget // spec.row_bytes)
+        return replace(spec, n_rows=spec.n_rows + n_kept)
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
