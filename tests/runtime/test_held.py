@@ -229,17 +229,18 @@ def test_self_extend_follows_the_recipe_of_llama_cpp() -> None:
     cache.check()
 
 
-def test_what_cannot_shift_refuses_before_anything_is_removed() -> None:
+def test_what_cannot_shift_is_computed_again() -> None:
     text, cache = filled(8, can_shift=False)
     before = snapshot(cache)
-    with pytest.raises(ShiftUnsupported, match="keep"):
-        text.remove(2, 4, "close")
     with pytest.raises(ShiftUnsupported):
         text.self_extend(2, 4)
     assert snapshot(cache) == before
-    text.remove(6, 8, "close")  # nothing has to move
-    text.remove(2, 4, "keep")
+    assert not text.remove(6, 8, "close")  # nothing has to move
+    assert not text.remove(2, 4, "keep")
     assert text.positions.tolist() == [0, 1, 4, 5]
+    again = text.remove(1, 2, "close")
+    assert text.tokens == [100]
+    assert (again.tokens, again.places) == ([104, 105], [1, 2])
 
 
 def test_what_cannot_copy_refuses_before_anything_is_removed() -> None:

@@ -78,11 +78,14 @@ class EditableText:
             start: the first token to go.
             stop: the first one behind it to stay.
             gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
+                What cannot move, as behind a recurrent state, is taken back and computed again.
 
         Raises:
             OptionError: a range outside the sequence, or one that would part grouped tokens.
-            ShiftUnsupported, CacheFull, NotSupported: what follows cannot move. Cells that other
-                sequences share have to be copied for that. Nothing has changed.
+            CacheFull: cells that other sequences share have to be copied to move, and there is no
+                room for that. Nothing has changed.
+            NotSupported: a gap is to be kept in a recurrent sequence, or tokens would have to be
+                computed again that were decoded from embeddings.
         """
         stop = check_range("stop", stop, 0, len(self))
         start = check_range("start", start, 0, stop)
@@ -111,7 +114,7 @@ class EditableText:
 
         Raises:
             OptionError: a negative number, or fewer than two tokens in the cache.
-            ShiftUnsupported, CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
+            CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
         """
         self._check_open()
         start, stop = self._held.shift_span(ContextShift(keep, discard), self._waiting)
@@ -127,7 +130,8 @@ class EditableText:
 
         Raises:
             OptionError: a number below 1, or a width that is no multiple of group.
-            ShiftUnsupported, CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
+            NotSupported: the model has states, or windows that slide.
+            ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
         """
         self._check_open()
         self._held.self_extend(group, width)

@@ -5,9 +5,9 @@ by llama.cpp's verbs. An edit is done as a whole or not at all (invariant 5): ov
 attention cache, whatever could make the second of two verbs fail is tried before the first; over
 any other, both happen within a transaction.
 
-Not every cache can forget any token: a state is only exchanged for an older one, and what has left
-a window is gone. Then the text goes back to where the cache can, and the tokens that went too much
-are returned, to be computed again.
+Not every cache can forget any token: a state is only exchanged for an older one, what has left a
+window is gone, and some K rows cannot be rotated. Then the text goes back to where the cache can,
+and the tokens that went too much are returned, to be computed again.
 
 Where positions have been divided, tokens share them, and positions no longer tell their order. It
 is remembered in ``grouped``, for the tokens before position ``grouped_end``.
@@ -101,7 +101,7 @@ class HeldText:
 
         Raises:
             OptionError: the range would part tokens that share a position.
-            ShiftUnsupported, CacheFull, NotSupported: what follows cannot be moved.
+            CacheFull, NotSupported: what follows can neither be moved nor computed again.
         """
         tokens, at = self.tokens, self.positions
         for cut in (start, stop):
@@ -126,6 +126,8 @@ class HeldText:
         cache, seq_id = self.cache, self.seq_id
         if not closed:
             return cache.seq_rm(seq_id, p0, p1)
+        if not cache.can_shift:
+            return False
         if type(cache) is AttentionCache:
             table = cache.table
             doomed, moving = (table.select(seq_id, *part) for part in ((p0, p1), (p1, -1)))
@@ -172,7 +174,7 @@ class HeldText:
         if stop > n_held or not isinstance(cache, AttentionCache):
             return True
         cells = cache.table.cells_of(self.seq_id)
-        if cache is self.cache:
+        if cache is self.cache and cache.can_shift:
             return n_freed(cache, cells[start:stop]) > n_copies(cache, cells[stop:])
         return n_freed(cache, cells[start:]) > n_held - stop
 
