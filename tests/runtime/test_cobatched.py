@@ -14,7 +14,7 @@ from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
-from tests.runtime.archs import ARCHS, HYBRID, RECURRENT, TOLERANCE, check_logits, opened, text
+from tests.runtime.archs import ARCHS, F32, HYBRID, RECURRENT, SAME, check_logits, opened, text
 
 LENGTHS = (45, 3, 20)  # the first is longer than the windows
 TEXTS = [text(seed, n + 4) for seed, n in enumerate(LENGTHS)]
@@ -49,19 +49,19 @@ def together(context: Context) -> list[list[Float32Array]]:
 @pytest.mark.parametrize("backend", ["ggml", "numpy"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_logits_are_those_of_each_alone(shared: Path, arch: str, backend: str) -> None:
-    with opened(shared, arch, backend) as context:
+    with opened(shared, arch, backend, **F32) as context:
         wanted = [alone(context, tokens, n) for tokens, n in zip(TEXTS, LENGTHS, strict=True)]
         context.cache.clear()
         for seq, rows in enumerate(together(context)):
             for i, (got, row) in enumerate(zip(rows, wanted[seq], strict=True)):
-                assert nmse(got, row) < TOLERANCE, (seq, i)
+                assert nmse(got, row) < SAME, (seq, i)
         context.cache.check()
 
 
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
 def test_sequences_take_turns_token_by_token(shared: Path, arch: str) -> None:
     a, b = text(7, 12), text(8, 12)
-    with opened(shared, arch) as context:
+    with opened(shared, arch, **F32) as context:
         for i in range(12):
             context.decode(Batch.of([a[i]], 0))
             context.decode(Batch.of([b[i]], 1))
@@ -72,7 +72,7 @@ def test_sequences_take_turns_token_by_token(shared: Path, arch: str) -> None:
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
 def test_a_new_text_starts_from_zeros(shared: Path, arch: str) -> None:
     """ik_llama.cpp#1696: the next request inherited the state of one that was removed."""
-    with opened(shared, arch, n_seq_max=1) as context:
+    with opened(shared, arch, n_seq_max=1, **F32) as context:
         context.decode(Batch.of(text(1, 20)))
         assert context.cache.seq_rm(0, 0, -1)
         check_logits(context, context.decode(Batch.of(text(2, 9)))[-1], text(2, 9))
@@ -82,7 +82,7 @@ def test_a_new_text_starts_from_zeros(shared: Path, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_forks_go_their_own_ways(shared: Path, arch: str) -> None:
-    with opened(shared, arch) as context:
+    with opened(shared, arch, **F32) as context:
         parent = context.sequence(text(1, 40))
         children = [parent.fork() for _ in range(3)]
         batch = Batch()

@@ -17,7 +17,7 @@ from kvcellar.batch import Batch
 from kvcellar.cache.parts import has_states
 from kvcellar.runtime.context import Context
 from kvcellar.types import Float32Array
-from tests.runtime.archs import HYBRID, RECURRENT, WINDOWED, check_logits, opened, text
+from tests.runtime.archs import F32, HYBRID, RECURRENT, WINDOWED, check_logits, opened, text
 
 ARCHS = (*HYBRID, *RECURRENT, *WINDOWED)
 N_SEQ = 3
@@ -25,7 +25,8 @@ N_SEQ = 3
 
 @pytest.fixture(scope="module", params=ARCHS)
 def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
-    with opened(shared, request.param, n_seq_max=N_SEQ, n_ubatch=8, checkpoints=4) as made:
+    sizes = {"n_seq_max": N_SEQ, "n_ubatch": 8, "checkpoints": 4}
+    with opened(shared, request.param, "ggml", **sizes, **F32) as made:
         yield made
 
 
