@@ -5,8 +5,8 @@ rollback, then those that slid out of the window of every owner, the farthest be
 sequence gives up is always its oldest: cells that others still need lose it as an owner, so that
 what is held of it stays dense.
 
-A cell at p has left the window of a sequence that reaches q when ``p <= q - window``. The next
-token needs one cell less than that keeps: the last token can always be taken back.
+A cell at p has left a sequence that reaches q when ``p <= q - n_kept(window)``. The next token
+needs one cell less than that keeps: the last token can always be taken back.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from kvcellar.plan import MicroBatch
 from kvcellar.types import Int32Array, Int64Array
 
 
+def n_kept(window: int) -> int:
+    """How many of its last tokens a sequence keeps: a window, and two for one to be taken back."""
+    return max(window, 2)
+
+
 def sliding_size(
     window: int, n_seq_max: int, n_ubatch: int, padding: int = 1, n_ctx: int | None = None
 ) -> int:
@@ -45,7 +50,7 @@ def sliding_size(
     for name, value in sizes.items():
         if value < 1:
             raise OptionError(f"{name} is {value}: it must be at least 1")
-    size = -(-(window * n_seq_max + n_ubatch) // padding) * padding
+    size = -(-(n_kept(window) * n_seq_max + n_ubatch) // padding) * padding
     return size if n_ctx is None else min(size, n_ctx)
 
 
@@ -73,7 +78,7 @@ class Room:
         self.parts = (*rotated, *others)
         self.slid = [Slid() for _ in range(table.n_seq_max)]
         self._journal = journal
-        self._window = window
+        self._n_kept = n_kept(window)
 
     def take(self, n: int, kept: KeptRows | None = None) -> Int64Array:
         """Cells that n tokens may fill, in the order in which the tokens take them.
@@ -165,7 +170,7 @@ class Room:
         for seq in range(table.n_seq_max):
             if (last := table.seq_pos_max(seq)) >= 0:
                 cells = table.select(seq)
-                left = last - self._window - table.positions[cells]
+                left = last - self._n_kept - table.positions[cells]
                 behind[cells] = np.minimum(behind[cells], left)
         behind[table.positions[:top] < 0] = -1
         left_all = np.flatnonzero(behind >= 0)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -31,15 +30,15 @@ from kvcellar.batch import Rows
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.placement import CellPart, check_coupled
-from kvcellar.cache.room import Room, sliding_size
+from kvcellar.cache.room import Room, n_kept, sliding_size
 from kvcellar.cache.slid import Move, Positions, Slid, closed, is_whole, within
 from kvcellar.cache.sliding_placement import SlidingPlacement
 from kvcellar.cache.transaction import Undo
 from kvcellar.cache.window_checkpoints import CheckpointBudget, WindowCheckpoints
 from kvcellar.cache.window_keeper import WindowKeeper
-from kvcellar.errors import AllocationError, CacheError, InvariantError, OptionError
+from kvcellar.errors import CacheError, InvariantError, OptionError
 from kvcellar.plan import MicroBatch
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, unpack_owners
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
 
 __all__ = ["SlidingCache", "sliding_size"]
 
@@ -80,7 +79,7 @@ class SlidingCache(AttentionCache):
 
     def n_free(self) -> int:
         """How many more tokens fit; if there are cells beyond the windows, any number does."""
-        if self.spec.size > self._window * self.spec.n_seq_max:
+        if self.spec.size > n_kept(self._window) * self.spec.n_seq_max:
             return MAX_POSITION
         return self._room.n_free()
 
@@ -91,6 +90,10 @@ class SlidingCache(AttentionCache):
     def seq_slid_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
         return self._room.slid[self.table.checked(seq_id)].positions
+
+    def checkpoints(self, seq_id: int) -> tuple[int, ...]:
+        """The positions that a sequence can go back to, ascending, beside those in its window."""
+        return tuple(one.end for one in self._checkpoints.of(self.table.checked(seq_id)))
 
     def check(self) -> None:
         """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
@@ -232,7 +235,9 @@ class SlidingCache(AttentionCache):
         if sum(micro.n_tokens for micro in micros) > self.table.n_free():
             self._room.rehearse(micros)
         self.update()
-        self._open = SlidingPlacement(self._room, self.spec, micros, self._upkeep, self._committed)
+        self._open = SlidingPlacement(
+            self._room, self.spec, micros, self._upkeep, self._keeper.committed
+        )
         return self._open
 
     # -- steps
@@ -278,16 +283,6 @@ class SlidingCache(AttentionCache):
         for seq in seqs:
             self._room.slid[seq] = Slid()
             self._checkpoints.cut(seq, 0)
-
-    def _committed(self, micros: Sequence[MicroBatch]) -> None:
-        if not self._checkpoints.wanted:
-            return
-        owners = np.concatenate([micro.owners for micro in micros], axis=1)
-        counts = np.bincount(unpack_owners(owners)[1])
-        for seq in np.flatnonzero(counts > 1).tolist():
-            # Going back is a convenience: what was computed counts, whether or not it is there.
-            with suppress(MemoryError, AllocationError):
-                self._keeper.make(seq)
 
     def _remember(self) -> Undo:
         slid, checkpoints = list(self._room.slid), self._checkpoints.save()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import numpy as np
 
 from kvcellar.cache.room import Room
 from kvcellar.cache.transaction import KeptRows
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cache.window_checkpoints import WindowCheckpoint, WindowCheckpoints
-from kvcellar.errors import CacheFull
-from kvcellar.types import pack_owners
+from kvcellar.errors import AllocationError, CacheFull
+from kvcellar.plan import MicroBatch
+from kvcellar.types import pack_owners, unpack_owners
 
 
 class WindowKeeper:
@@ -44,6 +48,17 @@ class WindowKeeper:
             slid = slid.grown(at[:n_older], table.tokens[older])
         rows = tuple(store.read_raw(i, part, last) for i, part in self._room.parts)
         return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, slid)
+
+    def committed(self, micros: Sequence[MicroBatch]) -> None:
+        """A batch was decoded: keep the ends of sequences of which it had several tokens."""
+        if not self._checkpoints.wanted:
+            return
+        owners = np.concatenate([micro.owners for micro in micros], axis=1)
+        counts = np.bincount(unpack_owners(owners)[1])
+        for seq in np.flatnonzero(counts > 1).tolist():
+            # Going back is a convenience: what was computed counts, whether or not it is there.
+            with suppress(MemoryError, AllocationError):
+                self.make(seq)
 
     def restore(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
         """Let a sequence be as it was at ``end``; False: no room, nothing has changed."""
