@@ -167,12 +167,21 @@ class TestReuse:
         assert cache.seq_pos_max(0) == 6
 
     def test_what_no_later_microbatch_can_have_is_refused_at_once(self) -> None:
-        cache = make(3, n_seq_max=1)
+        cache = make(4, n_seq_max=1)
         put(cache, 0, 2, n_ubatch=1)
         before = snapshot(cache)
         with pytest.raises(CacheFull):
             cache.place(Batch.of(range(4)), 2)
         assert snapshot(cache) == before
+
+    def test_what_is_pending_is_applied_before_tokens_are_placed(self) -> None:
+        cache = make(8)
+        put(cache, 0, 8)
+        cache.seq_add(0, 0, -1, 2)
+        put(cache, 0, 1)
+        store = cache.store
+        assert isinstance(store, SignatureStore)
+        assert store.rotation.tolist() == cache.table.positions.tolist()
 
     def test_any_number_of_tokens_fits_beyond_the_windows(self) -> None:
         assert make(7).n_free() == MAX_POSITION
@@ -421,6 +430,33 @@ class TestFailures:
         duel.check()
         duel.rollback(0)
         duel.check()
+
+    def test_rows_that_were_rotated_and_then_given_up_come_back_as_they_were(self) -> None:
+        for inner_ends in ("commit", "rollback"):
+            duel = SlidingDuel(3, 2, budget=NONE)
+            duel.decode([[0]] * 11)
+            duel.begin()
+            duel.begin()
+            duel.seq_add(0, 0, 1)
+            duel.decode([[0]] * 4)
+            duel.commit() if inner_ends == "commit" else duel.rollback(1)
+            duel.rollback(0)
+            duel.check()
+
+    def test_cells_that_became_free_beside_those_needed_come_back_too(self) -> None:
+        """Two tokens at one position leave together, though one cell would do."""
+        cache = make(8, n_seq_max=1)
+        put(cache, 0, 8)
+        cache.seq_div(0, 0, -1, 2)
+        cache.update()
+        before = snapshot(cache)
+        placement = cache.place(Batch.of([1]), 1)
+        assert (held(cache), cache.used) == ([1, 1, 2, 2, 3, 3, 4], 7)
+        placement.release()
+        assert snapshot(cache) == before
+        cache.seq_rm(0)
+        cache.zero_freed()
+        assert store_content(cache) == [-1] * 8
 
     def test_rows_that_came_back_are_wiped_once_they_are_freed(self) -> None:
         cache = make(4, n_seq_max=1)

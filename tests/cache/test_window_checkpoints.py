@@ -165,9 +165,8 @@ class TestGoingBack:
         assert cache.rewind(0, 10) == 8
         assert held(cache) == [5, 6, 7]
         go_on(cache, 9)
-        assert cache.rewind(0, 7) == 7
-        go_on(cache, 9)
         assert cache.rewind(0, 6) == 4
+        assert cache.checkpoints(0) == (4,)
         go_on(cache, 12)
         assert cache.rewind(0, 1) == 0
         assert cache.used == 0
@@ -179,6 +178,18 @@ class TestGoingBack:
         assert cache.rewind(0, 9) == 4
         assert cache.rewind(0, -1) == 0
         assert cache.used == 0
+
+    def test_rows_that_were_brought_back_are_wiped_once_they_are_freed(self) -> None:
+        cache = make()
+        put(cache, 0, 4)
+        go_on(cache, 8)
+        cache.seq_rm(0, 10, -1)
+        cache.zero_freed()
+        assert cache.seq_rm(0, 4, -1) is True
+        cache.seq_rm(0)
+        cache.zero_freed()
+        assert isinstance(cache.store, SignatureStore)
+        assert cache.store.content.tolist() == [-1] * 8
 
     def test_both_of_two_forks_can_go_back(self) -> None:
         cache = make()
@@ -235,6 +246,7 @@ class TestGoingBack:
         _put_real(cache, 5)
         cache.seq_add(0, 0, -1, 2)
         assert cache.checkpoint(0) is True
+        cache.update()
         before = _rows(cache, range(4, 7))
         for _ in range(9):
             _put_real(cache, 1)

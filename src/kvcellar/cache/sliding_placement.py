@@ -54,7 +54,7 @@ class SlidingPlacement:
     def cells(self) -> Int64Array:
         """The cells of the batch's tokens, microbatch after microbatch."""
         rest = self._micros[len(self._cells) :] if self.is_open else ()
-        return np.concatenate((*self._cells, *self._room.rehearse(rest)))
+        return np.concatenate((*self._cells, *(self._room.rehearse(rest) if rest else ())))
 
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes; asked for in order, before it is computed."""

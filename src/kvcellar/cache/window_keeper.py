@@ -69,7 +69,6 @@ class WindowKeeper:
         except BaseException as error:
             self._room.load(saved)
             kept.write_back()
-            self._upkeep.mark_held()
             if isinstance(error, CacheFull):
                 return False
             raise

@@ -65,7 +65,8 @@ class SlidingDuel:
         self, owners: Sequence[Sequence[int]], gaps: Sequence[int] = (), fail_at: int | None = None
     ) -> None:
         """Decode tokens with these owners, or be interrupted after a microbatch."""
-        self.cache.update()
+        if fail_at is not None:
+            self.cache.update()  # which an interruption does not take back
         before, held = self.state(), self.held()
         n_free = self.cache.table.n_free()
         batch, entries, after = self._batch(owners, gaps)
