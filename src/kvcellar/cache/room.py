@@ -119,6 +119,16 @@ class Room:
         self.table.place(cells, micro.positions, micro.owners, micro.tokens)
         self.table.head = (int(cells[-1]) + 1) % self.table.size
 
+    def require(self, micros: Sequence[MicroBatch]) -> None:
+        """Raise CacheFull unless microbatches find room one after the other; changes nothing."""
+        n = sum(micro.n_tokens for micro in micros)
+        if n <= self.table.n_free():
+            return
+        if len(micros) > 1:
+            self.rehearse(micros)
+        elif n > (free := self.n_free()):
+            raise CacheFull(n, free)
+
     def rehearse(self, micros: Sequence[MicroBatch]) -> list[Int64Array]:
         """The cells that microbatches, one after the other, are going to have.
 

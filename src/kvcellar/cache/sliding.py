@@ -232,8 +232,7 @@ class SlidingCache(AttentionCache):
         Raises:
             CacheFull: they do not all find room; nothing has changed.
         """
-        if sum(micro.n_tokens for micro in micros) > self.table.n_free():
-            self._room.rehearse(micros)
+        self._room.require(micros)
         self.update()
         self._open = SlidingPlacement(
             self._room, self.spec, micros, self._upkeep, self._keeper.committed

@@ -63,7 +63,7 @@ class Transaction:
     def __init__(self, journal: Journal, outer: Transaction | None) -> None:
         table, store = journal.table, journal.store
         held: BoolArray = table.positions >= 0
-        self.reserved: BoolArray = held if outer is None else held | outer.reserved
+        self.reserved: BoolArray = held.copy() if outer is None else held | outer.reserved
         self.zero_later = False
         self.held = held
         rotated, others = stored_parts(store)

@@ -102,7 +102,7 @@ class WindowCheckpoints:
         return next((one for one in reversed(self._of[seq]) if one.end <= p0), None)
 
     def cut(self, seq: int, p0: int) -> None:
-        """Drop those that end behind p0; all, if p0 is 0."""
+        """Drop those that end behind p0."""
         self._of[seq] = tuple(one for one in self._of[seq] if one.end <= p0)
 
     def share(self, src: int, dst: int, p0: int, p1: int) -> None:
