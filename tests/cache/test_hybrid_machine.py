@@ -24,7 +24,7 @@ from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import unpack_owners
-from tests.cache.toy_parts import Text, group, hybrid, texts
+from tests.cache.toy_parts import Text, group, hybrid, sliding, texts
 
 N_SEQ, WINDOW = 3, 4
 SEQS = st.integers(0, N_SEQ - 1)
@@ -46,10 +46,12 @@ def alone(part: Cache, ask: Callable[[Cache], int]) -> int:
 class Edits(RuleBasedStateMachine):
     """A cache with a full group and others, and the texts that it should hold."""
 
-    with_states = True
+    with_states, slides = True, False
 
     def make(self) -> HybridCache:
         window = group(24, window=WINDOW, stubborn=True, n_seq_max=N_SEQ)
+        if self.slides:
+            window = sliding(WINDOW, N_SEQ)
         return hybrid(group(24, n_seq_max=N_SEQ), window, states=self.with_states)
 
     @initialize()
@@ -198,11 +200,25 @@ class EditsOfGroups(Edits):
     with_states = False
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=25, deadline=None)
-for machine in (Edits, EditsOfGroups):
+class EditsOfAll(Edits):
+    """With states, and a window that slides."""
+
+    slides = True
+
+
+class EditsOfWindows(Edits):
+    """A full group, and a window that slides."""
+
+    with_states, slides = False, True
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=25, deadline=None)
+for machine in (Edits, EditsOfGroups, EditsOfAll, EditsOfWindows):
     machine.TestCase.settings = SETTINGS
 TestEdits = Edits.TestCase
 TestEditsOfGroups = EditsOfGroups.TestCase
+TestEditsOfAll = EditsOfAll.TestCase
+TestEditsOfWindows = EditsOfWindows.TestCase
 
 
 def test_the_machine_notices_a_part_that_is_left_behind() -> None:

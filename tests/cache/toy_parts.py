@@ -12,8 +12,10 @@ from kvcellar.batch import Batch, Rows
 from kvcellar.cache import AttentionCache, CacheView, Placement
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.transaction import Remember
 from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.window_checkpoints import CheckpointBudget
 from kvcellar.cells import CellTable
 from kvcellar.errors import CacheError, OptionError, PositionError
 from kvcellar.plan import MicroBatch, StatePlan
@@ -277,6 +279,12 @@ def group(
     return (Stubborn if stubborn else AttentionCache)(spec, BrokenStore(spec, **can))
 
 
+def sliding(window: int = 4, n_seq_max: int = 4) -> SlidingCache:
+    """A cache of a window with as few cells as it needs for microbatches of 4."""
+    spec = group(sliding_size(window, n_seq_max, 4), window=window, n_seq_max=n_seq_max).spec
+    return SlidingCache(spec, BrokenStore(spec), checkpoints=CheckpointBudget(6))
+
+
 def hybrid(*groups: AttentionCache, states: bool = True) -> HybridCache:
     """A cache of these groups, and of toy states."""
     return HybridCache(groups or (group(), group(window=4)), ToyStates() if states else None)
@@ -303,10 +311,15 @@ def everything(cache: HybridCache) -> list[object]:
 
 
 def texts(cache: HybridCache, seq_id: int) -> list[Text]:
-    """What each part knows of a sequence."""
-    return [
-        list(
-            zip(part.seq_tokens(seq_id).tolist(), part.seq_positions(seq_id).tolist(), strict=True)
+    """What each part knows of a sequence, that which slid out of a window included."""
+    found = []
+    for part in cache.parts:
+        text = zip(
+            part.seq_tokens(seq_id).tolist(), part.seq_positions(seq_id).tolist(), strict=True
         )
-        for part in cache.parts
-    ]
+        slid: Text = []
+        if isinstance(part, SlidingCache):
+            at = part.seq_slid_positions(seq_id).tolist()
+            slid = list(zip(part.seq_slid(seq_id).tolist(), at, strict=True))
+        found.append([*slid, *text])
+    return found

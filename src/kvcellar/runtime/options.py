@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
-from kvcellar.memory import MemorySpec, StateLayer, StateSpec, group_layers
+from kvcellar.memory import MemorySpec, StateSpec, group_layers
 from kvcellar.models.base import ModelSpec
-from kvcellar.types import CacheSpec, KVType, LayerSpec
+from kvcellar.types import CacheSpec, KVType
 
 MAX_CELLS = 2**31 - 1
-MAX_SEQUENCES = 4096
+MAX_SEQ = 4096
 DEFAULT_CELLS = 4096
 MAX_CHECKPOINTS = 2**16
+CHECKPOINT_BYTES = 256 * 2**20
 
 WhyNot: TypeAlias = Callable[[CacheSpec], str | None]
 """Says why a cache of that shape cannot have something; None if it can."""
@@ -43,7 +45,8 @@ class ContextOptions:
             back then needs no decode of what follows; without, they keep what a window needs.
         checkpoints: how many older states and windows may be kept to go back to; 0: none, and an
             edit behind them means that the whole text is decoded again.
-        checkpoint_bytes: what those may take in all; 0: there are none; None: no limit.
+        checkpoint_bytes: what those may take, states and each group of windows by itself; 0: there
+            are none; None: 256 MiB.
     """
 
     n_ctx: int | None = None
@@ -66,11 +69,40 @@ class ContextOptions:
         Raises:
             OptionError: one is outside its range; the message names it.
         """
+        n_ctx, n_seq_max = self.n_cells(model), check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQ)
         check_range("n_ubatch", self.n_ubatch, 1, MAX_CELLS)
+        n_kept, n_bytes = self.checkpoint_budget
         layers, states, places = group_layers(model.layers)
-        groups = self._choose_layout([self._group(model, part) for part in layers], why_no_kernel)
-        sized = (*groups[:1], *(self._in_window(group) for group in groups[1:]))
-        return MemorySpec(sized, self._states(states), places)
+        shape = CacheSpec(
+            size=n_ctx,
+            n_seq_max=n_seq_max,
+            layers=(),
+            type_k=KVType.parse(self.type_k),
+            type_v=KVType.parse(self.type_v),
+            flash_attn=self.flash_attn is not False,
+        )
+        groups = self._lay_out([replace(shape, layers=part) for part in layers], why_no_kernel)
+        sized = (*groups[:1], *map(self._in_window, groups[1:]))
+        if not states:
+            return MemorySpec(sized, None, places)
+        # A row for each sequence's state, one for what it becomes, and one for each kept.
+        spec = StateSpec(2 * n_seq_max, n_seq_max, states)
+        spec = replace(spec, n_rows=spec.n_rows + min(n_kept, n_bytes // spec.row_bytes))
+        return MemorySpec(sized, spec, places)
+
+    def n_cells(self, model: ModelSpec) -> int:
+        """How many tokens the context is for."""
+        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
+        return check_range("n_ctx", n_ctx, 1, MAX_CELLS)
+
+    @property
+    def checkpoint_budget(self) -> tuple[int, int]:
+        """How many checkpoints each kind of memory may keep, and in how many bytes."""
+        n_bytes = CHECKPOINT_BYTES if self.checkpoint_bytes is None else self.checkpoint_bytes
+        return (
+            check_range("checkpoints", self.checkpoints, 0, MAX_CHECKPOINTS),
+            check_range("checkpoint_bytes", n_bytes, 0, 2**62),
+        )
 
     def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
         """Whether few tokens attend through our own kernel, in the groups where it can run.
@@ -85,37 +117,14 @@ class ContextOptions:
             raise OptionError(f"kernel=True: {next(filter(None, reasons))}")
         return None in reasons
 
-    @property
-    def n_checkpoints(self) -> int:
-        """How many checkpoints may be kept, each in a place of its own."""
-        return check_range("checkpoints", self.checkpoints, 0, MAX_CHECKPOINTS)
-
-    @property
-    def checkpoint_budget(self) -> int | None:
-        """How many bytes checkpoints may take, by each kind of memory; None: no limit."""
-        if self.checkpoint_bytes is None:
-            return None
-        return check_range("checkpoint_bytes", self.checkpoint_bytes, 0, 2**62)
-
-    def _group(self, model: ModelSpec, layers: tuple[LayerSpec, ...]) -> CacheSpec:
-        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
-        return CacheSpec(
-            size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
-            n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
-            layers=layers,
-            type_k=KVType.parse(self.type_k),
-            type_v=KVType.parse(self.type_v),
-            flash_attn=self.flash_attn is not False,
-        )
-
-    def _choose_layout(
-        self, groups: list[CacheSpec], why_no_kernel: WhyNot
-    ) -> tuple[CacheSpec, ...]:
+    def _lay_out(self, groups: list[CacheSpec], why_no_kernel: WhyNot) -> tuple[CacheSpec, ...]:
         """The groups with V across if nobody said how it lies and that is faster."""
-        layers = [layer for group in groups for layer in group.layers]
-        suits = self.n_seq_max == 1 and not KVType.parse(self.type_v).is_quantized
-        suits &= all(layer.v_offset is None for layer in layers)
-        if self.flash_attn is not None or not suits or self.use_kernel(groups, why_no_kernel):
+        suits = self.flash_attn is None and self.n_seq_max == 1
+        for group in groups:
+            suits &= not group.type_v.is_quantized
+            suits &= len({layer.n_embd_v for layer in group.layers}) == 1
+            suits &= all(layer.v_offset is None for layer in group.layers)
+        if not suits or self.use_kernel(groups, why_no_kernel):
             return tuple(groups)
         return tuple(replace(group, flash_attn=False, padding=0) for group in groups)
 
@@ -123,19 +132,8 @@ class ContextOptions:
         """The group with as many cells as its window needs, where those are fewer."""
         if self.swa_full or not group.window:
             return group
-        n_cells = group.window * group.n_seq_max + self.n_ubatch
-        return replace(group, size=min(group.size, -(-n_cells // group.padding) * group.padding))
-
-    def _states(self, layers: tuple[StateLayer, ...]) -> StateSpec | None:
-        """Rows for each sequence's state, for the one it becomes, and for the older ones kept."""
-        if not layers:
-            return None
-        n_seq_max = check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES)
-        spec = StateSpec(2 * n_seq_max, n_seq_max, layers)
-        n_kept, budget = self.n_checkpoints, self.checkpoint_budget
-        if budget is not None:
-            n_kept = min(n_kept, budget // spec.row_bytes)
-        return replace(spec, n_rows=spec.n_rows + n_kept)
+        sizes = (group.window, group.n_seq_max, self.n_ubatch, group.padding, group.size)
+        return replace(group, size=sliding_size(*sizes))
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:
