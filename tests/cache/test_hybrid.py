@@ -25,6 +25,7 @@ from tests.cache.toy_parts import (
     everything,
     group,
     hybrid,
+    sliding,
     texts,
     unchanged,
 )
@@ -186,6 +187,23 @@ class TestRewinding:
         assert end == 3
         decode(cache, 0, 4)
         assert texts(cache, 0) == [count(7)] * 3
+
+
+class TestCheckpoints:
+    def test_every_part_that_slides_keeps_one(self) -> None:
+        cache = hybrid(group(64), sliding(), states=False)
+        for _ in range(3):
+            decode(cache, 0, 1)
+        assert cache.checkpoint(0)
+        for _ in range(30):
+            decode(cache, 0, 1)
+        assert not cache.seq_rm(0, 4, -1)
+        assert cache.rewind(0, 4) == 3
+        assert texts(cache, 0) == [count(3)] * 2
+
+    def test_there_may_be_nothing_to_keep(self) -> None:
+        assert not hybrid(states=False).checkpoint(0)
+        assert not hybrid(group(64), sliding(), states=False).checkpoint(0)
 
 
 class TestSharing:

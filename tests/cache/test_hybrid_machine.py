@@ -96,9 +96,10 @@ class Edits(RuleBasedStateMachine):
             store.fill(cells.cells, tokens.astype(np.int64), plan.micro.positions)
             for row, seq in enumerate(owners):
                 seen = store.content[: cells.n_kv][cells.mask[row] == 0]
-                text = [token for token, _ in after[seq]]
-                end = text.index(int(tokens[row])) + 1
-                assert sorted(seen.tolist()) == text[max(0, end - (window or end)) : end]
+                at = int(plan.micro.positions[row])
+                first = at - window + 1 if window else 0
+                wanted = [token for token, where in after[seq] if first <= where <= at]
+                assert sorted(seen.tolist()) == wanted
 
     # -- edits
 

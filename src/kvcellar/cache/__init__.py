@@ -2,6 +2,7 @@
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, Coupled, OnShared
+from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.transaction import Transaction
@@ -14,6 +15,7 @@ __all__ = [
     "CacheView",
     "CheckpointBudget",
     "Coupled",
+    "HybridCache",
     "OnShared",
     "Placement",
     "SlidingCache",

@@ -7,7 +7,7 @@ is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.placement import CellPart, Placement, StatePart
@@ -143,3 +143,11 @@ class CellCache(Cache, Part[CellPart], Protocol):
 
 class StateCache(Cache, Part[StatePart], Protocol):
     """A cache of recurrent states that may stand beside caches of K and V."""
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """A cache that cannot go back anywhere, but to where something was kept."""
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep what a sequence knows now; False if there is nothing to keep, or no budget."""

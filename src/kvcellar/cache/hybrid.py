@@ -22,7 +22,7 @@ from contextlib import ExitStack
 
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CellCache, Coupled, StateCache
+from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
 from kvcellar.cache.compound import CompoundJournal
 from kvcellar.cache.parts import Parts
 from kvcellar.cache.placement import CellPart, Placement, micro_batch
@@ -139,6 +139,16 @@ class HybridCache(Parts):
             end = min(ends)
             if max(ends) == end:
                 return end
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep what a sequence knows now, to go back to, in every part that needs that.
+
+        Returns:
+            False if no part does, or one has nothing to keep or no budget for it.
+        """
+        self._require_idle()
+        parts = [part for part in self.parts if isinstance(part, KeepsCheckpoints)]
+        return len(parts) > 0 and all(part.checkpoint(seq_id) for part in parts)
 
     def transaction(self) -> Undoable:
         """What happens to all parts from here on can be taken back."""
