@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache
 from kvcellar.cache.compaction import check_threshold
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
-from kvcellar.memory import MemorySpec
+from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
@@ -43,17 +43,21 @@ class Context:
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        spec = options.cache_spec(model.spec, model.why_no_kernel)
+        spec = options.memory_spec(model.spec, model.why_no_kernel)
         check_threshold(options.defrag_threshold)
         self.model = model
         self.timings = Timings()
         self.n_ubatch = options.n_ubatch
-        use_kernel = options.use_kernel(spec, model.why_no_kernel)
-        self._memory = model.open_memory(MemorySpec.single(spec), kernel=use_kernel)
+        use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
+        self._memory = model.open_memory(spec, kernel=use_kernel)
         self._executor = self._memory.executor
-        (store,) = self._memory.groups
-        self.cache = AttentionCache(spec, store, defrag_threshold=options.defrag_threshold)
-        self._free_ids = list(range(spec.n_seq_max))
+        try:
+            self.cache: Cache = make_cache(spec, self._memory, options)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.memory_spec = spec
+        self._free_ids = list(range(options.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
         self._lock = threading.RLock()
         self._closed = False
