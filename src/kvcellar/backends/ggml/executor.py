@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.graph import GraphCache
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel
+from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.operations import Forward
 from kvcellar.plan import Plan
@@ -22,6 +26,7 @@ class GgmlExecutor:
         kernel: AttentionKernel | None = None,
     ) -> None:
         self._backend = backend
+        self._compute = backend.compute
         self._kernel = kernel
         self._cache = GraphCache(backend, store, forward, kernel)
 
@@ -41,8 +46,12 @@ class GgmlExecutor:
         graph.load(plan)
         if plan.lists is not None and self._kernel is not None:
             self._kernel.load(plan.lists)
-        self._backend.compute(graph.graph)
+        self._compute(graph.graph)
         return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
 
     def invalidate(self) -> None:
         """Drop every graph; a resized store makes that happen by itself."""
