@@ -17,6 +17,7 @@ from kvcellar.cache.view import CacheView
 from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
 from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
+from kvcellar.runtime.profile import Profile
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
 from kvcellar.runtime.undo import remember_sequences
@@ -35,6 +36,7 @@ class Context:
         model: the model.
         cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
         timings: how long decoding took.
+        profile: where the time went, None unless :meth:`start_profile` was called.
         n_ubatch: how many tokens are computed at once.
 
     Raises:
@@ -47,6 +49,7 @@ class Context:
         check_threshold(options.defrag_threshold)
         self.model = model
         self.timings = Timings()
+        self.profile: Profile | None = None
         self.n_ubatch = options.n_ubatch
         use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
         self._memory = model.open_memory(spec, kernel=use_kernel)
@@ -140,6 +143,17 @@ class Context:
         except TokenizerError:  # there is no vocabulary
             return view
 
+    def start_profile(self) -> Profile:
+        """Record from now on where the time goes; decoding becomes slower by that.
+
+        Raises:
+            NotSupported: the backend cannot tell.
+        """
+        with self._lock:
+            self._check_open()
+            self.profile = Profile.of(self._executor)
+            return self.profile
+
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
         with self._lock:
@@ -188,6 +202,8 @@ class Context:
                     pieces.append(_checked_copy(logits))
         seconds = perf_counter() - start
         self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
+        if self.profile is not None:
+            self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)

@@ -132,6 +132,8 @@ _CORE: dict[str, Signature] = {
     "ggml_build_forward_expand": (None, (P, P)),
     "ggml_graph_n_nodes": (I32, (P,)),
     "ggml_graph_node": (P, (P, I32)),
+    "ggml_graph_clear": (None, (P,)),
+    "ggml_graph_add_node": (None, (P, P)),
 }
 
 _TENSORS: dict[str, Signature] = {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.graph import GraphCache
 from kvcellar.backends.ggml.model_memory import GgmlMemory
+from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.operations import Forward
 from kvcellar.plan import Plan
 from kvcellar.types import Float32Array
@@ -15,6 +19,7 @@ class GgmlExecutor:
 
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
+        self._compute = backend.compute
         self._kernels = memory.kernels
         self._cache = GraphCache(backend, memory, forward)
 
@@ -35,8 +40,12 @@ class GgmlExecutor:
         for kernel, group in zip(self._kernels, plan.groups, strict=True):
             if kernel is not None and group.lists is not None:
                 kernel.load(group.lists)
-        self._backend.compute(graph.graph)
+        self._compute(graph.graph)
         return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
 
     def invalidate(self) -> None:
         """Drop every graph; a resized store makes that happen by itself."""
