@@ -1,49 +1,89 @@
-"""kvcellar as the benchmark asks it."""
+"""kvcellar as the suite asks it."""
 
 from __future__ import annotations
 
-import json
-import sys
-from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from _protocol import serve
+from _engine import CellEngine, Row
+from _protocol import Measured, serve
 
-import kvcellar as kv
+if TYPE_CHECKING:
+    import kvcellar as kv
 
 
-class Engine:
-    """One model and one context of a shape."""
+class Kvcellar(CellEngine):
+    """One model and one context."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.model = kv.Model.from_gguf(settings["model"], n_threads=settings["n_threads"])
-        self.n_seqs: int = settings["n_seqs"]
+    model: kv.Model
+    context: kv.Context
+
+    def bring_in(self) -> None:
+        """Import what is needed."""
+        import numpy as np
+
+        import kvcellar as kv
+
+        self.np, self.kv = np, kv
+        self.version = kv.__version__
+
+    def load(self) -> None:
+        """Load the model."""
+        model, threads = self.settings["model"], self.settings["n_threads"]
+        self.model = self.kv.Model.from_gguf(model, n_threads=threads)
+
+    def open(self) -> None:
+        """Make a context."""
+        settings = self.settings
         self.context = self.model.context(
-            n_ctx=settings["n_ctx"], n_seq_max=self.n_seqs, n_ubatch=settings["n_ubatch"]
+            n_ctx=settings["n_ctx"],
+            n_seq_max=settings["n_seq_max"],
+            n_ubatch=settings["n_ubatch"],
+            type_k=settings["type_kv"],
+            type_v=settings["type_kv"],
         )
+        self.cache = self.context.cache
+        self.kv_bytes = self.context.spec.n_bytes
 
-    def fill(self, tokens: list[list[int]]) -> dict[str, Any]:
-        """Prefill every sequence from nothing; seconds for all."""
-        self.context.cache.clear(data=False)
-        start = perf_counter()
-        for seq_id, ids in enumerate(tokens):
-            self.context.decode(kv.Batch.of(ids, seq_id=seq_id, logits="last"))
-        return {"seconds": perf_counter() - start}
+    def read(self, seq_id: int, tokens: list[int], start: int) -> None:
+        """See ``CellEngine``."""
+        positions = range(start, start + len(tokens))
+        self.context.decode(self.kv.Batch.of(tokens, seq_id, positions, logits="last"))
 
-    def decode(self, n: int, token: int) -> dict[str, Any]:
-        """N steps, one token a sequence each; seconds, and those outside the graphs a step."""
+    def step(self, rows: list[Row]) -> None:
+        """See ``CellEngine``."""
+        batch = self.kv.Batch()
+        for token, position, seq_id in rows:
+            batch.add(token, position, seq_id, logits=True)
+        for logits in self.context.decode(batch):
+            self.np.argmax(logits)
+
+    def decode(self, steps: int) -> Measured:
+        """See ``CellEngine``; says what of it was outside the graph too."""
         self.context.timings.reset()
-        start = perf_counter()
-        for _ in range(n):
-            batch = kv.Batch()
-            for seq_id in range(self.n_seqs):
-                batch.add(token, seq_ids=seq_id, logits=True)
-            int(np.argmax(self.context.decode(batch)[0]))
-        seconds = perf_counter() - start
-        return {"seconds": seconds, "overhead": self.context.timings.overhead_seconds}
+        measured = super().decode(steps)
+        seconds = self.context.timings.overhead_seconds * steps
+        return {**measured, "outside the graph": {"seconds": seconds, "count": steps}}
+
+    def clear(self) -> None:
+        """See ``CellEngine``."""
+        self.cache.clear(data=False)
+
+    def seq_rm(self, seq_id: int, start: int, stop: int) -> None:
+        """See ``CellEngine``."""
+        self.cache.seq_rm(seq_id, start, stop)
+
+    def seq_cp(self, src: int, dst: int) -> None:
+        """See ``CellEngine``."""
+        self.cache.seq_cp(src, dst)
+
+    def seq_add(self, seq_id: int, start: int, stop: int, delta: int) -> None:
+        """See ``CellEngine``."""
+        self.cache.seq_add(seq_id, start, stop, delta)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """See ``CellEngine``."""
+        return self.cache.seq_pos_max(seq_id)
 
 
 if __name__ == "__main__":
-    engine = Engine(json.loads(sys.argv[1]))
-    serve({"version": kv.__version__}, {"fill": engine.fill, "decode": engine.decode})
+    serve(Kvcellar)

@@ -1,78 +1,110 @@
-"""llama.cpp, through llama-cpp-python's low-level interface, as the benchmark asks it."""
+"""llama.cpp, through llama-cpp-python's low-level interface, as the suite asks it."""
 
 from __future__ import annotations
 
-import json
-import sys
-from time import perf_counter
+import re
 from typing import Any
 
+from _engine import CellEngine, Row
 from _protocol import serve
 
+TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}
+_KV_SIZE = re.compile(r"KV buffer size = +([\d.]+) MiB")
 
-class Engine:
-    """One model and one context of a shape."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import llama_cpp as lib
+class LlamaCpp(CellEngine):
+    """One model and one context."""
 
-        self.lib: Any = lib
-        self._quiet = lib.llama_log_callback(lambda *_: None)
-        lib.llama_log_set(self._quiet, None)
-        self.n_seqs: int = settings["n_seqs"]
-        self.model = lib.llama_model_load_from_file(
-            settings["model"].encode(), lib.llama_model_default_params()
-        )
+    def bring_in(self) -> None:
+        """Import what is needed, and keep what it logs."""
+        import llama_cpp
+        import numpy as np
+
+        self.np: Any = np
+        self.lib: Any = llama_cpp
+        self.version = llama_cpp.__version__
+        self.log: list[bytes] = []
+        self.logging = self.lib.llama_log_callback(lambda _level, text, _: self.log.append(text))
+        self.lib.llama_log_set(self.logging, None)
+
+    def load(self) -> None:
+        """Load the model."""
+        lib, path = self.lib, self.settings["model"].encode()
+        self.model = lib.llama_model_load_from_file(path, lib.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"it cannot load the model{self._end_of_log()}")
+        self.n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+
+    def open(self) -> None:
+        """Make a context."""
+        lib, settings = self.lib, self.settings
         params = lib.llama_context_default_params()
         params.n_ctx = settings["n_ctx"]
-        params.n_seq_max = self.n_seqs
+        params.n_seq_max = settings["n_seq_max"]
         params.n_batch = params.n_ubatch = settings["n_ubatch"]
         params.n_threads = params.n_threads_batch = settings["n_threads"]
-        params.flash_attn_type = 1 if settings["flash_attn"] else 0
-        params.kv_unified = settings["kv_unified"]
+        params.type_k = params.type_v = TYPES[settings["type_kv"]]
+        params.flash_attn_type = 1
+        params.kv_unified = settings["unified"]
         self.context = lib.llama_init_from_model(self.model, params)
-        self.memory = lib.llama_get_memory(self.context)
+        if not self.context:
+            raise RuntimeError(f"it cannot make the context{self._end_of_log()}")
+        self.mem = lib.llama_get_memory(self.context)
         self.batch = lib.llama_batch_init(settings["n_ubatch"], 0, 1)
+        sizes = _KV_SIZE.findall(b"".join(self.log).decode(errors="replace"))
+        self.kv_bytes = int(sum(map(float, sizes)) * 2**20)
 
-    def fill(self, tokens: list[list[int]]) -> dict[str, Any]:
-        """Prefill every sequence from nothing; seconds for all."""
-        self.lib.llama_memory_clear(self.memory, False)
-        start = perf_counter()
-        for seq_id, ids in enumerate(tokens):
-            for first in range(0, len(ids), 512):
-                part = ids[first : first + 512]
-                rows = [(token, first + i, seq_id) for i, token in enumerate(part)]
-                self._decode(rows, wanted={len(rows) - 1})
-        self.position = len(tokens[0])
-        return {"seconds": perf_counter() - start}
+    def read(self, seq_id: int, tokens: list[int], start: int) -> None:
+        """See ``CellEngine``."""
+        n = self.settings["n_ubatch"]
+        for first in range(0, len(tokens), n):
+            piece = tokens[first : first + n]
+            rows = [(token, start + first + i, seq_id) for i, token in enumerate(piece)]
+            self._decode(rows, first_wanted=len(rows) - 1)
 
-    def decode(self, n: int, token: int) -> dict[str, Any]:
-        """N steps, one token a sequence each; seconds."""
-        start = perf_counter()
-        for _ in range(n):
-            rows = [(token, self.position, seq_id) for seq_id in range(self.n_seqs)]
-            self._decode(rows, wanted=set(range(self.n_seqs)))
-            self.position += 1
-        return {"seconds": perf_counter() - start}
+    def step(self, rows: list[Row]) -> None:
+        """See ``CellEngine``."""
+        self._decode(rows, first_wanted=0)
+        for i in range(len(rows)):
+            logits = self.lib.llama_get_logits_ith(self.context, i)
+            self.np.argmax(self.np.ctypeslib.as_array(logits, (self.n_vocab,)))
 
-    def _decode(self, rows: list[tuple[int, int, int]], wanted: set[int]) -> None:
+    def clear(self) -> None:
+        """See ``CellEngine``."""
+        self.lib.llama_memory_clear(self.mem, False)
+
+    def seq_rm(self, seq_id: int, start: int, stop: int) -> None:
+        """See ``CellEngine``."""
+        self.lib.llama_memory_seq_rm(self.mem, seq_id, start, stop)
+
+    def seq_cp(self, src: int, dst: int) -> None:
+        """See ``CellEngine``."""
+        self.lib.llama_memory_seq_cp(self.mem, src, dst, -1, -1)
+
+    def seq_add(self, seq_id: int, start: int, stop: int, delta: int) -> None:
+        """See ``CellEngine``."""
+        self.lib.llama_memory_seq_add(self.mem, seq_id, start, stop, delta)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """See ``CellEngine``."""
+        return int(self.lib.llama_memory_seq_pos_max(self.mem, seq_id))
+
+    def _decode(self, rows: list[Row], first_wanted: int) -> None:
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, seq_id) in enumerate(rows):
             batch.token[i], batch.pos[i] = token, position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq_id
-            batch.logits[i] = i in wanted
+            batch.logits[i] = i >= first_wanted
         status = self.lib.llama_decode(self.context, batch)
         if status:
-            raise RuntimeError(f"llama_decode returned {status}")
-        float(self.lib.llama_get_logits_ith(self.context, -1)[0])
+            raise RuntimeError(f"llama_decode returned {status}{self._end_of_log()}")
+        float(self.lib.llama_get_logits_ith(self.context, -1)[0])  # it may compute until asked
+
+    def _end_of_log(self) -> str:
+        lines = b"".join(self.log).decode(errors="replace").strip().splitlines()[-3:]
+        return "".join(f"\n    {line}" for line in lines)
 
 
 if __name__ == "__main__":
-    try:
-        engine = Engine(json.loads(sys.argv[1]))
-        hello = {"version": engine.lib.__version__}
-    except ImportError as error:
-        print(json.dumps({"error": f"not installed: {error}"}), flush=True)
-        raise SystemExit(0) from None
-    serve(hello, {"fill": engine.fill, "decode": engine.decode})
+    serve(LlamaCpp)

@@ -11,6 +11,7 @@ from typing import Any
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.models.registry import load_architecture
@@ -34,7 +35,8 @@ class Rig:
     def executor(self, size: int = 512, **options: Any) -> tuple[GgmlStore, GgmlExecutor]:
         """A new store and what computes over it."""
         store = GgmlStore(self.spec(size, **options))
-        executor = GgmlExecutor(self.backend, store, self.model.forward)
+        memory = GgmlMemory.single(store)
+        executor = GgmlExecutor(self.backend, memory, self.model.forward)
         self._open += [store, executor]
         return store, executor
 

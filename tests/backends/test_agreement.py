@@ -23,6 +23,7 @@ from kvcellar.testing.golden import nmse
 from kvcellar.testing.rotation import random_rows
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import CacheSpec, Float32Array, KVType, LayerSpec, RopeSpec
+from tests.runtime.helpers import attention
 
 PARTS: tuple[Part, ...] = ("k", "v")
 TOLERANCE = {"f32": 1e-10, "f16": 2e-5, "bf16": 4e-4, "q8_0": 2e-3}
@@ -105,10 +106,10 @@ def _compare(ours: Context, theirs: Context, tolerance: float) -> None:
         if got is not None and wanted is not None:
             assert nmse(got, wanted) < tolerance
     assert ours.cache.used == theirs.cache.used
-    cells = np.flatnonzero(ours.cache.table.positions >= 0)
+    cells = np.flatnonzero(attention(ours).table.positions >= 0)
     for layer in range(2):
         for part in PARTS:
-            a, b = (c.cache.store.read(layer, part, cells) for c in (ours, theirs))
+            a, b = (attention(c).store.read(layer, part, cells) for c in (ours, theirs))
             assert nmse(a, b) < tolerance, (layer, part)
 
 

@@ -430,7 +430,7 @@ def test_without_memory_for_the_rows_nothing_is_rotated() -> None:
     with cache.transaction():
         before = snapshot(cache)
         store.read_raw = fail  # type: ignore[assignment,method-assign]
-        with pytest.raises(AllocationError, match="the K rows that a rollback needs"):
+        with pytest.raises(AllocationError, match="the rows that a rollback needs"):
             put(cache, 0, 1)
         assert snapshot(cache) == before
     put(cache, 0, 1)

@@ -31,9 +31,9 @@ class ShapeWeights:
             raise ModelFileError(f"tensor {name} has shape {self.shape(name)}, expected {shape}")
         return self._get(name)
 
-    def vector(self, name: str, n: int) -> np.ndarray[Any, Any]:
-        """The array, if it has n values."""
-        return self.matrix(name, n)
+    def vector(self, name: str, *shape: int) -> np.ndarray[Any, Any]:
+        """The array, if it has that shape."""
+        return self.matrix(name, *shape)
 
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """Its numbers."""

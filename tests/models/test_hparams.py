@@ -98,6 +98,52 @@ def test_what_is_no_text_is_refused(value: object) -> None:
         _with(value).text(".x")
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_flags(value: bool) -> None:
+    assert _with(value).flag(".x") is value
+    assert _with(1).flag(".y", value) is value
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", np.array([True])])
+def test_what_is_no_flag_is_refused(value: object) -> None:
+    with pytest.raises(ModelFileError, match="expected true or false"):
+        _with(value).flag(".x")
+
+
+def test_caps_may_be_nothing_but_not_negative() -> None:
+    assert [_with(value).cap(".x") for value in (0.0, 0, 2.5)] == [0, 0, 2.5]
+    assert _with(1).cap(".y", 30.0) == 30.0
+    with pytest.raises(ModelFileError, match=r"llama\.x=-0\.5: expected a number that is not neg"):
+        _with(-0.5).cap(".x")
+
+
+def test_an_array_or_none() -> None:
+    array = np.array([1, 2])
+    assert _with(array).array(".x") is array
+    assert _with(3).array(".x") is None
+    assert _with(array).array(".y") is None
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, False, np.array([0, 1, 0]), np.array(1.0)])
+def test_only_some_values_are_taken(value: object) -> None:
+    _with(value).only(".x", 0, 1)
+    _with(7).only(".y", 0, 1)
+
+
+@pytest.mark.parametrize(
+    "value", [2, -1, 0.5, float("nan"), "0", ["0"], np.array([0, 2]), np.array(["0"])]
+)
+def test_any_other_is_unsupported(value: object) -> None:
+    with pytest.raises(UnsupportedModel, match=r"llama\.x=.*: only 0 or 1 is supported"):
+        _with(value).only(".x", 0, 1)
+
+
+def test_zero_is_absent() -> None:
+    _with(0).absent(".x", ".y")
+    with pytest.raises(UnsupportedModel, match=r"llama\.x=3: only 0 is supported"):
+        _with(3).absent(".y", ".x")
+
+
 def test_one_number_stands_for_all_layers() -> None:
     assert _with(4).per_layer(".x", 3) == (4, 4, 4)
     assert _with(4).per_layer(".y", 2, 7) == (7, 7)
@@ -125,6 +171,13 @@ def test_an_array_has_a_number_a_layer() -> None:
 def test_arrays_that_do_not_fit_are_refused(value: object) -> None:
     with pytest.raises(ModelFileError, match=r"llama\.x=.*: expected"):
         _with(value).per_layer(".x", 3)
+
+
+def test_layers_may_be_allowed_to_have_none() -> None:
+    assert _with(np.array([1, 0, 3])).per_layer(".x", 3, least=0) == (1, 0, 3)
+    assert _with(0).per_layer(".x", 2, least=0) == (0, 0)
+    with pytest.raises(ModelFileError, match=r"llama\.x=.*: expected counts"):
+        _with(np.array([1, -2, 3])).per_layer(".x", 3, least=0)
 
 
 def test_a_message_does_not_quote_a_whole_vocabulary() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelError, ModelFileError, UnsupportedModel
-from kvcellar.models.llama import MAX_EXPERTS_USED, Llama
+from kvcellar.models.llama import Llama
+from kvcellar.models.moe import MAX_EXPERTS_USED
 from kvcellar.testing.tiny_llama import TinyLlama
 from tests.models.helpers import ShapeWeights
 
@@ -161,4 +162,4 @@ def test_an_output_matrix_may_be_the_embedding() -> None:
     tensors = dict(DENSE.tensors())
     del tensors["output.weight"]
     model = _load(DENSE.metadata(), tensors)
-    assert model._output is model._embed
+    assert model._head.output.weight is model._embedding.table

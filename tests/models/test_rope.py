@@ -109,3 +109,25 @@ def test_factors_must_be_as_many_as_pairs() -> None:
 def test_factors_must_divide(bad: float) -> None:
     with pytest.raises(ModelFileError, match=r"rope_freqs\.weight: the factors must be finite"):
         _read(head_dim=4, factors=[1, bad])
+
+
+def test_another_set_of_factors_may_be_named() -> None:
+    hp = HyperParams({"general.architecture": "m", "m.context_length": 8})
+    weights = ShapeWeights({"long.weight": np.array([3, 4], np.float32)})
+    assert read_rope(hp, weights, "neox", 4, "long.weight").factors == (3.0, 4.0)
+    assert read_rope(hp, weights, "neox", 4, "short.weight").factors is None
+
+
+def test_longrope_is_known_where_there_are_several_sets() -> None:
+    keys = {"m.context_length": 8, "m.rope.scaling.type": "longrope"}
+    hp = HyperParams({"general.architecture": "m", **keys})
+    rope = read_rope(hp, ShapeWeights({}), "neox", 4, "long.weight")
+    assert (rope.freq_scale, rope.ext_factor) == (1.0, 0.0)
+    with pytest.raises(UnsupportedModel, match=r"known are none, linear, yarn$"):
+        read_rope(hp, ShapeWeights({}), "neox", 4)
+
+
+def test_yarn_s_second_factor_is_refused() -> None:
+    assert _read(scaling__yarn_attn_factor=1.0).attn_factor == 1.0
+    with pytest.raises(UnsupportedModel, match=r"yarn_attn_factor=2\.0"):
+        _read(scaling__yarn_attn_factor=2.0)

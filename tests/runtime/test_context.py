@@ -23,6 +23,7 @@ from kvcellar.errors import (
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.types import AnyArray, KVType
+from tests.runtime.helpers import attention
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,10 @@ def context(model: Model) -> Iterator[Context]:
 
 def state(context: Context) -> tuple[bytes, ...]:
     """Everything that a failed operation must not change."""
-    table = context.cache.table
+    table = attention(context).table
     cells = np.arange(context.spec.size)
     rows: list[AnyArray] = [
-        context.cache.store.read_raw(i, part, cells) for i in range(2) for part in ("k", "v")
+        attention(context).store.read_raw(i, part, cells) for i in range(2) for part in ("k", "v")
     ]
     arrays: tuple[AnyArray, ...] = (
         table.positions,

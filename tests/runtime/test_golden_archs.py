@@ -8,27 +8,44 @@ from typing import Any
 
 import pytest
 
-from kvcellar.runtime.model import Model
 from kvcellar.testing.golden import play_step
+from tests.runtime.archs import ARCHS, HYBRID, RECURRENT, TOLERANCE, WINDOWED, opened
 
-TOLERANCE = 2e-5
+HOW: dict[str, dict[str, Any]] = {
+    "kernel": {"flash_attn": True, "kernel": None},  # where it can be used
+    "flash": {"flash_attn": True, "kernel": False},
+    "products": {"flash_attn": False, "kernel": False},
+    "numpy": {"flash_attn": True},
+    "numpy products": {"flash_attn": False},
+}
 
 
-@pytest.mark.parametrize("how", ["kernel", "flash", "products", "numpy", "numpy products"])
-@pytest.mark.parametrize("arch", ["llama-dense", "llama-moe"])
-def test_logits_equal_the_references(shared: Path, arch: str, how: str) -> None:
+def play(shared: Path, arch: str, how: str, **options: Any) -> None:
     golden = json.loads((shared / "golden" / "archs" / f"{arch}.json").read_text())
-    options: dict[str, Any] = {"flash_attn": "products" not in how, "kernel": how == "kernel"}
     backend = "numpy" if how.startswith("numpy") else "ggml"
-    if options["kernel"]:
-        pytest.importorskip("llvmlite")
     n_compared = 0
-    path = shared / "models" / golden["model"]
-    with Model.from_gguf(path, n_threads=1, backend=backend) as model:
-        context = model.context(n_ctx=256, n_seq_max=4, **options)
+    with opened(shared, arch, backend, n_ubatch=512, **HOW[how], **options) as context:
         for number, step in enumerate(golden["steps"]):
             errors = play_step(context, step)
             context.cache.check()
             assert all(error < TOLERANCE for error in errors.values()), (number, errors)
             n_compared += len(errors)
-    assert n_compared == 11
+    assert n_compared == (9 if arch in (*HYBRID, *RECURRENT) else 11)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_logits_equal_the_references(shared: Path, arch: str, how: str) -> None:
+    if how == "kernel":
+        pytest.importorskip("llvmlite")
+    play(shared, arch, how)
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+def test_windows_of_full_size_do_as_well(shared: Path, arch: str) -> None:
+    play(shared, arch, "flash", swa_full=True)
+
+
+@pytest.mark.parametrize("arch", [*WINDOWED, *HYBRID, *RECURRENT])
+def test_without_checkpoints_too(shared: Path, arch: str) -> None:
+    play(shared, arch, "flash", checkpoints=0)

@@ -15,6 +15,7 @@ from kvcellar.cache import AttentionCache
 from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
 from kvcellar.runtime.held import Gap, HeldText
 from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.waiting import Waiting
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import make, put, snapshot
 
@@ -58,6 +59,7 @@ class Plain:
 
 def decode(text: HeldText, tokens: list[int]) -> None:
     """Put tokens behind a text, each with itself as the content of its cell."""
+    assert isinstance(text.cache, AttentionCache)
     store = text.cache.store
     assert isinstance(store, SignatureStore)
     with text.cache.place(Batch.of(tokens, text.seq_id), 512) as placement:
@@ -104,7 +106,7 @@ class Texts(RuleBasedStateMachine):
     def shift(self, which: int, keep: int, discard: int | None) -> None:
         text, plain = self.texts[which], self.plain[which]
         try:
-            start, stop = text.shift_span(ContextShift(keep, discard))
+            start, stop = text.shift_span(ContextShift(keep, discard), Waiting())
         except OptionError:
             keep = min(keep, len(plain.text) - 2)
             behind = {at for _, at in plain.text[max(keep, 0) :]}
@@ -121,14 +123,16 @@ class Texts(RuleBasedStateMachine):
             self.plain[which].self_extend(group, group * times)
 
     @rule(which=st.integers(0, 1), data=st.data())
-    def drop_tail(self, which: int, data: st.DataObject) -> None:
+    def go_back(self, which: int, data: st.DataObject) -> None:
         text, plain = self.texts[which], self.plain[which]
         if not plain.text:
             return
         n_left = data.draw(st.integers(0, len(plain.text) - 1))
         first = plain.text[n_left][1]
         again = [token for token, at in plain.text[:n_left] if at == first]
-        assert text.drop_tail(len(plain.text) - n_left) == (first, again)
+        waiting = text.go_back(n_left)
+        assert waiting.tokens == again
+        assert waiting.positions(text.end) == list(range(first, first + len(again)))
         plain.text = plain.text[: n_left - len(again)]
         plain.grouped_end = min(plain.grouped_end, first)
 
@@ -150,7 +154,7 @@ class Texts(RuleBasedStateMachine):
             assert text.tokens == [token for token, _ in plain.text]
             assert text.positions.tolist() == [at for _, at in plain.text]
             assert (len(text), text.end) == (len(plain.text), plain.end)
-            cells = text.cells
+            cells = self.cache.table.cells_of(text.seq_id)
             tokens, pending = (
                 a[cells] for a in (self.cache.table.tokens, self.cache.table.pending)
             )
@@ -225,17 +229,18 @@ def test_self_extend_follows_the_recipe_of_llama_cpp() -> None:
     cache.check()
 
 
-def test_what_cannot_shift_refuses_before_anything_is_removed() -> None:
+def test_what_cannot_shift_is_computed_again() -> None:
     text, cache = filled(8, can_shift=False)
     before = snapshot(cache)
-    with pytest.raises(ShiftUnsupported, match="keep"):
-        text.remove(2, 4, "close")
     with pytest.raises(ShiftUnsupported):
         text.self_extend(2, 4)
     assert snapshot(cache) == before
-    text.remove(6, 8, "close")  # nothing has to move
-    text.remove(2, 4, "keep")
+    assert not text.remove(6, 8, "close")  # nothing has to move
+    assert not text.remove(2, 4, "keep")
     assert text.positions.tolist() == [0, 1, 4, 5]
+    again = text.remove(1, 2, "close")
+    assert text.tokens == [100]
+    assert (again.tokens, again.places) == ([104, 105], [1, 2])
 
 
 def test_what_cannot_copy_refuses_before_anything_is_removed() -> None:
@@ -273,7 +278,8 @@ def test_room_is_free_cells_and_positions(
     n_tokens: int, n_max: int, span: tuple[int, int] | None
 ) -> None:
     text, _ = filled(8)
-    assert text.span_to_discard(n_tokens, n_max, ContextShift(2)) == span
+    waiting = Waiting(range(n_tokens))
+    assert text.span_to_discard(waiting, n_max, ContextShift(2)) == span
 
 
 def test_a_shift_that_would_free_nothing_is_refused() -> None:
@@ -281,5 +287,5 @@ def test_a_shift_that_would_free_nothing_is_refused() -> None:
     cache.seq_cp(0, 1)
     before = snapshot(cache)
     with pytest.raises(CacheFull, match="would free none"):
-        text.span_to_discard(1, 99, ContextShift(2))
+        text.span_to_discard(Waiting([1]), 99, ContextShift(2))
     assert snapshot(cache) == before

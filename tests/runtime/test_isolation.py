@@ -11,6 +11,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from tests.runtime.helpers import attention
 
 RNG_TOKENS = np.random.default_rng(7).integers(0, 128, 96).tolist()
 
@@ -32,11 +33,11 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
 
 def poison(context: Context, seq_id: int) -> None:
     """Make every K and V row of a sequence NaN, as an overflow while computing could."""
-    cells = context.cache.table.cells_of(seq_id)
+    cells = attention(context).table.cells_of(seq_id)
     for layer in range(len(context.spec.layers)):
         for part in ("k", "v"):
-            rows = context.cache.store.read_raw(layer, part, cells)
-            context.cache.store.write_raw(layer, part, cells, np.full_like(rows, 0xFF))
+            rows = attention(context).store.read_raw(layer, part, cells)
+            attention(context).store.write_raw(layer, part, cells, np.full_like(rows, 0xFF))
 
 
 def logits_beside_freed_cells(context: Context, n_tokens: int, poisoned: bool) -> np.ndarray:

@@ -10,6 +10,7 @@ import pytest
 
 from kvcellar.errors import ClosedError, KVCellarError
 from kvcellar.runtime.model import Model
+from tests.runtime.helpers import attention
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def test_a_dropped_context_frees_its_cells(path: Path) -> None:
     with Model.from_gguf(path, n_threads=1) as model:
         for _ in range(3):
             context = model.context(n_ctx=64)
-            store = weakref.ref(context.cache.store)
+            store = weakref.ref(attention(context).store)
             context.sequence([1, 2, 3])
             del context
             gc.collect()

@@ -15,6 +15,7 @@ from kvcellar.runtime.shifting import ContextShift
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
 from tests.runtime.conftest import make_bpe
+from tests.runtime.helpers import attention
 
 N_CTX = 32
 TOKENS = list(range(40, 60))
@@ -67,7 +68,7 @@ def test_a_gap_may_stay(context: Context) -> None:
     sequence = context.sequence(TOKENS)
     sequence.remove(3, 8, gap="keep")
     assert sequence.positions.tolist() == [0, 1, 2, *range(8, 20)]
-    assert not context.cache.table.pending.any()
+    assert not attention(context).table.pending.any()
     sequence.append([9])
     assert sequence.positions[-1] == 20
 
@@ -82,7 +83,8 @@ def test_moved_rows_are_rotated_to_where_they_stand(model: Model) -> None:
         other.sequence(TOKENS[5:])
         # K of the first layer depends on token and position only.
         moved, fresh = (
-            c.cache.store.read(0, "k", c.cache.table.cells_of(0)) for c in (context, other)
+            attention(c).store.read(0, "k", attention(c).table.cells_of(0))
+            for c in (context, other)
         )
         assert np.allclose(moved, fresh, atol=1e-5)
 
@@ -148,7 +150,7 @@ def test_a_shift_says_how_many_went(context: Context) -> None:
 def test_ten_shifts_keep_what_is_to_be_kept(model: Model) -> None:
     with model.context(n_ctx=N_CTX, n_seq_max=1, type_k="f32", type_v="f32") as context:
         sequence = context.sequence(TOKENS)
-        kept = context.cache.store.read(1, "k", np.arange(6))
+        kept = attention(context).store.read(1, "k", np.arange(6))
         oracle = list(TOKENS)
         for i in range(10):
             gone = sequence.shift_context(keep=6, discard=7)
@@ -160,7 +162,7 @@ def test_ten_shifts_keep_what_is_to_be_kept(model: Model) -> None:
             assert sequence.positions.tolist() == list(range(20))
             context.cache.check()
         assert sequence.tokens[:6] == TOKENS[:6]
-        assert np.array_equal(context.cache.store.read(1, "k", np.arange(6)), kept)
+        assert np.array_equal(attention(context).store.read(1, "k", np.arange(6)), kept)
 
 
 def test_a_long_generation_shifts_by_itself(context: Context) -> None:

@@ -7,10 +7,10 @@ Rows are those of cells: K of a cell is ``n_embd_k`` values (heads side by side)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvcellar.backends.operations import Forward, Weights
 from kvcellar.memory import MemorySpec, StateSpec
@@ -120,6 +120,33 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give graphs and buffers back."""
+
+
+class OpTime(NamedTuple):
+    """Nodes of one kind in a graph, and how long they took together."""
+
+    n_nodes: int
+    seconds: float
+
+
+class GraphTimes(NamedTuple):
+    """One computation of a graph; begin and end as ``perf_counter`` gives them.
+
+    ``ops`` is empty if it was computed whole; otherwise it holds every node, by kind, and what
+    exceeds its sum between begin and end is the price of measuring.
+    """
+
+    begin: float
+    end: float
+    ops: Mapping[str, OpTime]
+
+
+@runtime_checkable
+class ProfiledExecutor(Protocol):
+    """An executor that can tell where a graph's time goes."""
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Call the watcher after every graph from now on, and compute some node by node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,12 @@ def check_types(spec: CacheSpec) -> None:
     """
     for i, layer in enumerate(spec.layers):
         _check_width("type_k", spec.type_k, layer.head_dim_k, i)
-        _check_width("type_v", spec.type_v, layer.head_dim_v, i)
-    if spec.v_trans and spec.type_v.is_quantized:
+        if layer.v_offset is None:
+            _check_width("type_v", spec.type_v, layer.head_dim_v, i)
+        else:
+            _check_v_in_k(spec, i, layer.v_offset)
+    has_v = any(layer.v_offset is None for layer in spec.layers)
+    if spec.v_trans and spec.type_v.is_quantized and has_v:
         raise OptionError(
             f"type_v={spec.type_v.label}: quantised V needs flash_attn=True, "
             "since blocks cannot be cut across cells"
@@ -27,4 +31,20 @@ def _check_width(option: str, kind: KVType, head_dim: int, layer: int) -> None:
         raise OptionError(
             f"{option}={kind.label}: heads of layer {layer} have {head_dim} values, which is not "
             f"a multiple of the block of {kind.block_size}; use f16"
+        )
+
+
+def _check_v_in_k(spec: CacheSpec, i: int, offset: int) -> None:
+    """V that is part of K must lie in what is not rotated, in whole blocks and transforms."""
+    layer, run = spec.layers[i], max(spec.hadamard_k(i), spec.type_k.block_size)
+    n_rot = 0 if layer.rope is None else layer.rope.n_rot
+    if not n_rot <= offset <= layer.head_dim_k - layer.head_dim_v:
+        raise OptionError(
+            f"v_offset={offset}: V of layer {i} is {layer.head_dim_v} of the "
+            f"{layer.head_dim_k} values of K, behind the {n_rot} that are rotated"
+        )
+    if offset % run or layer.head_dim_v % run:
+        raise OptionError(
+            f"type_k={spec.type_k.label}: V of layer {i} is {layer.head_dim_v} values of K from "
+            f"{offset} on, which are no whole runs of {run}; use f16"
         )

@@ -213,8 +213,8 @@ class Weights(Protocol[T_co]):
             UnsupportedModel: absent, of another shape, or of a type that cannot be computed.
         """
 
-    def vector(self, name: str, n: int) -> T_co:
-        """A norm or bias of n f32 values."""
+    def vector(self, name: str, *shape: int) -> T_co:
+        """A norm, bias or the like, of f32 values; some have more than one axis."""
 
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """The numbers of a small f32 tensor, for example RoPE's frequency factors."""

@@ -21,7 +21,13 @@ from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.placement import CellPlacement, Placement, check_coupled, micro_batch
+from kvcellar.cache.placement import (
+    CellPart,
+    CellPlacement,
+    Placement,
+    check_coupled,
+    micro_batch,
+)
 from kvcellar.cache.search import require_free
 from kvcellar.cache.tabled import Tabled
 from kvcellar.cache.transaction import Remember, Transaction
@@ -58,7 +64,7 @@ class AttentionCache(Tabled):
         self.store = store
         self.on_shared = on_shared
         self.table = CellTable(spec.size, spec.n_seq_max)
-        self._open: CellPlacement | None = None
+        self._open: CellPart | None = None
         self._upkeep = Upkeep(self, self.table, store, defrag_threshold)
 
     # -- questions
@@ -222,7 +228,7 @@ class AttentionCache(Tabled):
             check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
         require_free(self.table, len(rows))
 
-    def take(self, micros: Sequence[MicroBatch]) -> CellPlacement:
+    def take(self, micros: Sequence[MicroBatch]) -> CellPart:
         """Take cells for microbatches that were checked; what is pending is applied first."""
         self.update()
         self._open = CellPlacement(self.table, self.spec, micros, self.store.wipe)

@@ -7,11 +7,12 @@ is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.placement import CellPart, Placement, StatePart
-from kvcellar.cache.transaction import Transaction
+from kvcellar.cache.transaction import Remember
+from kvcellar.cache.undoable import Undoable
 from kvcellar.cache.view import CacheView
 from kvcellar.plan import MicroBatch
 from kvcellar.types import CacheSpec, Int32Array
@@ -105,8 +106,15 @@ class Cache(Protocol):
     def update(self) -> None:
         """Apply what is pending: first rotate K, then compact."""
 
-    def transaction(self) -> Transaction:
+    def transaction(self) -> Undoable:
         """What happens from here on can be taken back."""
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open."""
+
+    def watch(self, remember: Remember) -> None:
+        """Let transactions take back what belongs to the cache but lies outside of it."""
 
     def resize(self, size: int) -> None:
         """Have so many cells, whatever is in them."""
@@ -127,3 +135,19 @@ class Cache(Protocol):
 
     def check(self) -> None:
         """Prove the invariants by brute force."""
+
+
+class CellCache(Cache, Part[CellPart], Protocol):
+    """A cache of K and V that may be one of several."""
+
+
+class StateCache(Cache, Part[StatePart], Protocol):
+    """A cache of recurrent states that may stand beside caches of K and V."""
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """A cache that cannot go back anywhere, but to where something was kept."""
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep what a sequence knows now; False if there is nothing to keep, or no budget."""

@@ -212,15 +212,8 @@ class CellPlacement:
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes."""
         self._taken = max(self._taken, i + 1)
-        micro, table, top = self._micros[i], self._table, self._tops[i]
-        window = self._spec.window
-        if as_lists:
-            lists = cell_lists(micro, table.positions[:top], table.owners[:, :top], window)
-            return CellPlan(self._cells[i], _no_mask(micro.n_tokens), lists)
-        n_kv = padded_n_kv(top, self._spec.padding, table.size)
-        positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
-        mask = attention_mask(micro, positions, owners, mask_buffer, window=window)
-        return CellPlan(self._cells[i], mask)
+        micro, cells, top = self._micros[i], self._cells[i], self._tops[i]
+        return cell_plan(self._table, self._spec, micro, cells, top, mask_buffer, as_lists)
 
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
@@ -236,6 +229,25 @@ class CellPlacement:
             if self._taken:
                 # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
                 self._wipe(np.concatenate(self._cells[: self._taken]))
+
+
+def cell_plan(
+    table: CellTable,
+    spec: CacheSpec,
+    micro: MicroBatch,
+    cells: Int64Array,
+    top: int,
+    mask_buffer: Float16Array | None,
+    as_lists: bool,
+) -> CellPlan:
+    """What a microbatch that was put into these cells may read of those below ``top``."""
+    window = spec.window
+    if as_lists:
+        lists = cell_lists(micro, table.positions[:top], table.owners[:, :top], window)
+        return CellPlan(cells, _no_mask(micro.n_tokens), lists)
+    n_kv = padded_n_kv(top, spec.padding, table.size)
+    positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
+    return CellPlan(cells, attention_mask(micro, positions, owners, mask_buffer, window=window))
 
 
 def _no_mask(n: int) -> Float16Array:

@@ -12,6 +12,7 @@ cell where it was. It needs no copy of the rows: cells that were held when a tra
 *reserved* until it ends, and nothing but a rotation touches their bytes:
 
 1. Freed inside, they are neither filled again nor wiped. ``CacheFull`` counts them as not free.
+   A cache that reuses cells may fill them once their rows, K and V, have been kept.
 2. Compaction neither moves nor fills them; cells that were placed inside do move.
 3. Before their K rows are rotated, the rows are kept as they are stored, and a rollback writes them
    back: exact for every type, where rotating back would be within rounding. That costs memory: at
@@ -24,11 +25,11 @@ one by a rollback ends those within it; it cannot be committed while one is open
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
-from kvcellar.backends.base import KVStore
+from kvcellar.backends.base import KVStore, Part
+from kvcellar.cache.undoable import Undoable
 from kvcellar.cells import CellTable
 from kvcellar.errors import AllocationError, CacheError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
@@ -52,19 +53,18 @@ class Host(Protocol):
         """Zero what free cells still hold."""
 
 
-class Transaction:
-    """Everything that happens to a cache from its begin to its end, to be kept or taken back.
-
-    As a context manager it commits when the block ends, and rolls back when it ends by an
-    exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
-    """
+class Transaction(Undoable):
+    """Everything that happens to a cache from its begin to its end, to be kept or taken back."""
 
     def __init__(self, journal: Journal, outer: Transaction | None) -> None:
         table, store = journal.table, journal.store
         held: BoolArray = table.positions >= 0
-        self.reserved: BoolArray = held if outer is None else held | outer.reserved
+        self.reserved: BoolArray = held.copy() if outer is None else held | outer.reserved
         self.zero_later = False
-        self.rows = KeptRows(store, held)
+        self.held = held
+        rotated, others = stored_parts(store)
+        self.rows = KeptRows(store, held, rotated)
+        self.rest = KeptRows(store, held, others)
         self._journal = journal
         self._outer = outer
         self._saved = table.save()
@@ -92,6 +92,7 @@ class Transaction:
         self._end("committed")
         if self._outer is not None:
             self._outer.rows.take(self.rows)
+            self._outer.rest.take(self.rest)
             self._outer.zero_later |= self.zero_later
         elif self.zero_later:
             journal.host.zero_freed()
@@ -113,6 +114,7 @@ class Transaction:
         while journal.open[-1] is not self:
             journal.open[-1].rollback()
         self.rows.write_back()
+        self.rest.write_back()
         journal.table.load(self._saved)
         self._end("rolled back")
         for undo in reversed(self._undos):
@@ -122,26 +124,6 @@ class Transaction:
         self._state = state
         self._journal.open.pop()
         self._journal.table.reserved = None if self._outer is None else self._outer.reserved
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            if self.is_open:
-                self.rollback()
-            return
-        try:
-            if self.is_open:
-                self.commit()
-        except BaseException:
-            self.rollback()
-            raise
 
 
 class Journal:
@@ -170,14 +152,44 @@ class Journal:
         if self.open:
             self.open[-1].rows.keep(cells)
 
+    def before_reuse(self, cells: Int64Array) -> None:
+        """Keep all rows of these cells that an open transaction may want; they may be filled then.
+
+        Raises:
+            AllocationError: there is no memory for them.
+        """
+        left = cells
+        for transaction in reversed(self.open):
+            transaction.rows.keep(left)
+            transaction.rest.keep(left)
+            left = left[~transaction.held[left]]  # an inner one answers for what it found held
+        if self.table.reserved is not None:
+            self.table.reserved[cells] = False
+
+
+def stored_parts(store: KVStore) -> tuple[list[tuple[int, Part]], list[tuple[int, Part]]]:
+    """Which rows of a cell a rotation touches, by layer and part, and which others there are."""
+    layers = list(enumerate(store.spec.layers))
+    rotated: list[tuple[int, Part]] = [(i, "k") for i, layer in layers if layer.rope is not None]
+    others: list[tuple[int, Part]] = [(i, "k") for i, layer in layers if layer.rope is None]
+    return rotated, [*others, *((i, "v") for i, layer in layers if layer.n_embd_v)]
+
 
 class KeptRows:
-    """K rows of cells as they are stored, those of each wanted cell at most once."""
+    """Rows of cells as they are stored, those of each wanted cell at most once.
 
-    def __init__(self, store: KVStore, wanted: BoolArray) -> None:
+    Args:
+        store: where they are.
+        wanted: the cells that matter.
+        parts: which rows of a cell, by layer and part.
+    """
+
+    def __init__(
+        self, store: KVStore, wanted: BoolArray, parts: Sequence[tuple[int, Part]]
+    ) -> None:
         self._store = store
         self._wanted = wanted.copy()  # not kept yet
-        self._layers = [i for i, layer in enumerate(store.spec.layers) if layer.rope is not None]
+        self._parts = tuple(parts)
         self._pieces: list[tuple[Int64Array, list[ByteArray]]] = []
 
     def keep(self, cells: Int64Array) -> None:
@@ -185,10 +197,10 @@ class KeptRows:
         cells = cells[self._wanted[cells]]
         if len(cells):
             try:
-                rows = [self._store.read_raw(i, "k", cells) for i in self._layers]
+                rows = [self._store.read_raw(i, part, cells) for i, part in self._parts]
             except MemoryError:
                 n_bytes = self._store.spec.bytes_per_cell * len(cells)
-                raise AllocationError("the K rows that a rollback needs", n_bytes) from None
+                raise AllocationError("the rows that a rollback needs", n_bytes) from None
             self._add(cells, rows)
 
     def take(self, inner: KeptRows) -> None:
@@ -201,8 +213,8 @@ class KeptRows:
     def write_back(self) -> None:
         """Let every row stand as it was kept."""
         for cells, rows in self._pieces:
-            for layer, part in zip(self._layers, rows, strict=True):
-                self._store.write_raw(layer, "k", cells, part)
+            for (layer, part), kept in zip(self._parts, rows, strict=True):
+                self._store.write_raw(layer, part, cells, kept)
 
     def _add(self, cells: Int64Array, rows: list[ByteArray]) -> None:
         self._wanted[cells] = False

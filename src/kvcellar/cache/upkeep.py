@@ -117,6 +117,10 @@ class Upkeep:
         """Zero what free cells still hold, but for those that a transaction keeps."""
         self._wipe(self._written & ~self._table.taken(0, self._table.size))
 
+    def mark_held(self) -> None:
+        """Know that held cells have rows, where they were not decoded into them."""
+        self._written |= self._table.positions >= 0
+
     def resize(self, size: int) -> None:
         """Have so many cells, compacted if they would not fit otherwise.
 
@@ -168,4 +172,8 @@ class Upkeep:
             table.head = int(np.count_nonzero(table.taken(0, top)))
 
     def _remember_request(self) -> Undo:
-        return partial(setattr, self, "_request", self._request)
+        return partial(self._recall, self._request)
+
+    def _recall(self, request: int | None) -> None:
+        self._request = request
+        self.mark_held()

@@ -28,13 +28,15 @@ class Turn:
     Attributes:
         user: the message.
         answer: the answer, or as much of it as came.
-        n_kept: how many tokens of the cache it was built on.
+        n_kept: how many tokens of the text before it it was built on.
+        n_reused: how many of these were in the cache; a state may have to go further back.
         n_prompt: how many tokens the conversation had before the answer.
     """
 
     user: str
     answer: str
     n_kept: int
+    n_reused: int
     n_prompt: int
 
 
@@ -70,6 +72,7 @@ class Conversation:
         """
         ids = chat_ids(self.context.model, self._messages(text))
         n_kept = self._keep_prefix(ids)
+        n_reused = min(n_kept, self.context.cache.seq_count(self.sequence.seq_id))
         read_tokens(self.sequence, ids[n_kept:], self._answering.n_ubatch, interrupt)
         pieces: list[str] = []
         try:
@@ -79,7 +82,7 @@ class Conversation:
                 if interrupt.pressed:
                     break
         finally:
-            self.turns.append(Turn(text, "".join(pieces), n_kept, len(ids)))
+            self.turns.append(Turn(text, "".join(pieces), n_kept, n_reused, len(ids)))
         return self.turns[-1]
 
     def undo(self) -> int:

@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def info(model: ModelName, as_json: AsJson = False) -> None:
-    """Show what a model is, what its K/V cache takes for each type, and what fits."""
+    """Show what a model is, the cache each layer gets, what K and V take, and what fits."""
     from kvcellar.cli.inspection import inspect
     from kvcellar.runtime.demo import find_model
 
@@ -32,6 +32,8 @@ def info(model: ModelName, as_json: AsJson = False) -> None:
         return
     console = console_for(sys.stdout)
     show(console, _facts(found))
+    if found.caches:
+        show(console, "", _layer_table(found))
     if found.kv_types:
         show(console, "", _kv_table(found))
 
@@ -78,6 +80,24 @@ def _weights(found: Inspection) -> str:
     return f"{human_bytes(found.weight_bytes)}; tensors: {types}"
 
 
+def _layer_table(found: Inspection) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD, title="What layers keep, K and V as f16", title_justify="left"
+    )
+    table.add_column("layers", overflow="fold", max_width=36)
+    table.add_column("cache")
+    for head in ("bytes a token", "bytes a sequence"):
+        table.add_column(head, justify="right")
+    for cache in found.caches:
+        n = len(cache.layers)
+        sizes = (n * cache.bytes_per_token, n * cache.bytes_per_sequence)
+        table.add_row(cache.numbers, cache.kind, *(f"{size:,}" if size else "-" for size in sizes))
+    return table
+
+
 def _kv_table(found: Inspection) -> Table:
     from rich import box
     from rich.table import Table
@@ -94,10 +114,10 @@ def _kv_table(found: Inspection) -> Table:
         table.add_column(head, justify="right")
     whole = found.kv_types["f16"].bytes_per_token
     for name, kind in found.kv_types.items():
-        if kind.bytes_per_token is None or whole is None or found.n_ctx_train is None:
+        if kind.bytes_per_token is None or whole is None:
             table.add_row(name, "does not fit", style="dim")
             continue
-        total = human_bytes(kind.bytes_per_token * found.n_ctx_train)
+        total = "unknown" if kind.bytes_in_all is None else human_bytes(kind.bytes_in_all)
         share = f"{kind.bytes_per_token / whole:.0%}"
         cells = "unknown" if kind.cells_that_fit is None else f"{kind.cells_that_fit:,}"
         table.add_row(name, f"{kind.bytes_per_token:,}", share, total, cells)

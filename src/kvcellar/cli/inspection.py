@@ -14,6 +14,7 @@ from pathlib import Path
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.backends.memory import available_bytes
+from kvcellar.cli.layer_caches import LayerCache, context_bytes, layer_caches, token_bytes
 from kvcellar.errors import UnsupportedModel
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
@@ -22,10 +23,14 @@ from kvcellar.types import KVType, LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class TypeCost:
-    """What K and V of one type take; None where the type does not fit the heads."""
+    """What K and V of one type take; None where the type does not fit the heads.
+
+    ``bytes_in_all`` is for one sequence as long as the training context, windows being windows.
+    """
 
     bytes_per_token: int | None
     cells_that_fit: int | None
+    bytes_in_all: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Inspection:
     """A model file; None where the file does not say.
 
     ``n_head_kv`` and the head sizes are those of the first layer. ``memory_available`` is what is
-    left once the weights are in memory.
+    left once the weights are in memory. ``caches`` says what each layer keeps.
     """
 
     path: str
@@ -57,6 +62,7 @@ class Inspection:
     file_bytes: int
     memory_available: int | None
     kv_types: dict[str, TypeCost]
+    caches: tuple[LayerCache, ...] = ()
 
 
 def inspect(path: Path) -> Inspection:
@@ -74,7 +80,7 @@ def inspect(path: Path) -> Inspection:
     memory = available_bytes()
     free = None if memory is None else max(0, memory - weight_bytes)
     arch = _text(data, "general.architecture") or "unknown"
-    tokens = data.get("tokenizer.ggml.tokens")
+    tokens, n_ctx = data.get("tokenizer.ggml.tokens"), _count(data, f"{arch}.context_length")
     return Inspection(
         path=str(path),
         name=_text(data, "general.name"),
@@ -88,7 +94,7 @@ def inspect(path: Path) -> Inspection:
         head_dim_v=layers[0].head_dim_v if layers else None,
         n_embd=_count(data, f"{arch}.embedding_length"),
         n_vocab=len(tokens) if isinstance(tokens, list) else None,
-        n_ctx_train=_count(data, f"{arch}.context_length"),
+        n_ctx_train=n_ctx,
         tokenizer=_tokenizer(data),
         has_chat_template=bool(data.get("tokenizer.chat_template")),
         n_parameters=sum(prod(tensor.shape) for tensor in tensors),
@@ -96,7 +102,8 @@ def inspect(path: Path) -> Inspection:
         weight_bytes=weight_bytes,
         file_bytes=file.n_bytes,
         memory_available=free,
-        kv_types={kind.label: _cost(kind, layers, free) for kind in KVType if layers},
+        kv_types={kind.label: _cost(kind, layers, free, n_ctx) for kind in KVType if layers},
+        caches=() if spec is None else layer_caches(spec.layers),
     )
 
 
@@ -114,13 +121,16 @@ def _spec_of(file: GgufFile) -> tuple[ModelSpec | None, str | None]:
         weights.close()
 
 
-def _cost(kind: KVType, layers: tuple[LayerSpec, ...], free: int | None) -> TypeCost:
-    sizes = {size for layer in layers for size in (layer.head_dim_k, layer.head_dim_v)}
+def _cost(
+    kind: KVType, layers: tuple[LayerSpec, ...], free: int | None, n_ctx: int | None = None
+) -> TypeCost:
+    sizes = {layer.head_dim_k for layer in layers}
+    sizes |= {layer.head_dim_v for layer in layers if layer.v_offset is None}
     if any(size % kind.block_size for size in sizes):
         return TypeCost(None, None)
-    rows = (kind.row_bytes(layer.n_embd_k) + kind.row_bytes(layer.n_embd_v) for layer in layers)
-    n_bytes = sum(rows)
-    return TypeCost(n_bytes, None if free is None else free // n_bytes)
+    n_bytes = sum(token_bytes(layer, kind) for layer in layers)
+    in_all = None if n_ctx is None else context_bytes(layers, kind, n_ctx)
+    return TypeCost(n_bytes, None if free is None else free // n_bytes, in_all)
 
 
 def _text(data: Mapping[str, object], key: str) -> str | None:

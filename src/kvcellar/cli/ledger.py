@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.parts import parts_of
 from kvcellar.cli.console import human_bytes
 from kvcellar.types import ByteArray
 
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
 
+    from kvcellar.backends.base import Part
     from kvcellar.runtime.context import Context
 
     T = TypeVar("T")
+
+
+PARTS: tuple[Part, ...] = ("k", "v")
 
 
 @dataclass(slots=True)
@@ -97,10 +103,12 @@ class Ledger:
         return table
 
     def _rows(self) -> list[ByteArray]:
-        cache = self._context.cache
-        cells = np.arange(cache.spec.size)
-        layers = range(len(cache.spec.layers))
-        return [cache.store.read_raw(i, part, cells) for i in layers for part in ("k", "v")]
+        rows = []
+        for cache in parts_of(self._context.cache):
+            if isinstance(cache, AttentionCache):
+                cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
+                rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
+        return rows
 
 
 def _bytes_changed(before: ByteArray, after: ByteArray) -> int:

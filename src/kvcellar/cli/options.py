@@ -30,6 +30,9 @@ Stop = Annotated[
 ]
 System = Annotated[str | None, typer.Option("--system", help="System message.")]
 ShowStats = Annotated[bool, typer.Option("--stats", help="Speed, cells and bytes, on stderr.")]
+ShowProfile = Annotated[
+    bool, typer.Option("--profile", help="Where the time went, on stderr; slows the run.")
+]
 
 Temperature = Annotated[
     float,

@@ -35,8 +35,8 @@ def read_tokens(sequence: Sequence, ids: list[int], n_ubatch: int, interrupt: In
     if not ids:
         raise BatchError("the prompt is empty")
     cache = sequence.context.cache
-    waiting = len(sequence) - cache.table.seq_count(sequence.seq_id)
-    needed, free = len(ids) + waiting, cache.spec.size - cache.used
+    waiting = len(sequence) - cache.seq_count(sequence.seq_id)
+    needed, free = len(ids) + waiting, cache.n_free()
     if needed > free:
         raise CacheFull(needed, free, "use a larger --n-ctx or a shorter prompt")
     ends = range(n_ubatch - waiting, len(ids) + n_ubatch, n_ubatch) if n_ubatch > waiting else ()

@@ -109,7 +109,7 @@ class Repl:
             finally:
                 output.end()
         if self._stats:
-            note(turn_stats(talk.context, turn.n_kept, turn.n_prompt))
+            note(turn_stats(talk.context, turn.n_reused, turn.n_prompt))
         if interrupt.pressed and not self._interactive:
             raise KeyboardInterrupt
 

@@ -11,6 +11,7 @@ from kvcellar.cli.console import read_prompt
 from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.output import Output
 from kvcellar.cli.prefill import read_tokens
+from kvcellar.cli.profile import print_profile
 from kvcellar.cli.prompts import chat_ids, messages_of
 from kvcellar.cli.stats import print_stats
 from kvcellar.errors import CacheFull
@@ -34,6 +35,7 @@ def run(
     chat: AsChat = False,
     system: o.System = None,
     stats: o.ShowStats = False,
+    profile: o.ShowProfile = False,
     temperature: o.Temperature = 0.8,
     top_k: o.TopK = 40,
     top_p: o.TopP = 0.95,
@@ -59,6 +61,7 @@ def run(
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
     with setup.open() as context:
+        recorded = context.start_profile() if profile else None
         ids = _prompt_ids(context, text, system, chat or system is not None)
         try:
             complete(context, ids, output, answering)
@@ -66,6 +69,8 @@ def run(
             output.end()
             if stats:
                 print_stats(context, output.seconds_to_first)
+            if recorded is not None:
+                print_profile(recorded)
 
 
 def complete(context: Context, ids: list[int], output: Output, answering: o.Answering) -> None:

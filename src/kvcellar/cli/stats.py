@@ -14,14 +14,14 @@ def print_stats(context: Context, seconds_to_first: float | None) -> None:
     """Print everything about a run to stderr, a line each."""
     times, spec = context.timings, context.spec
     first = "none came" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
-    used = human_bytes(context.cache.used * spec.bytes_per_cell)
+    used, size = map(human_bytes, _memory(context))
     rows = (
         ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
         ("decode", _rate(times.decode_tokens, times.decode_seconds)),
         ("first token", first),
         ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
         ("cells", f"{context.cache.used} of {spec.size} used"),
-        ("K/V", f"{used} of {human_bytes(spec.n_bytes)} ({_types(context)})"),
+        ("memory", f"{used} of {size} ({_types(context)})"),
     )
     for name, value in rows:
         note(f"{name:<12}{value}")
@@ -41,6 +41,21 @@ def _rate(n_tokens: int, seconds: float) -> str:
     if n_tokens == 0:
         return "nothing"
     return f"{n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s"
+
+
+def _memory(context: Context) -> tuple[int, int]:
+    """Bytes of K, V and states that are used, and that there are."""
+    from kvcellar.cache.parts import parts_of
+
+    states = context.memory_spec.states
+    used, size = 0, 0 if states is None else states.n_bytes
+    for part in parts_of(context.cache):
+        if part.spec.layers:
+            used += part.used * part.spec.bytes_per_cell
+            size += part.spec.n_bytes
+        elif states is not None:
+            used += part.used * states.row_bytes
+    return used, size
 
 
 def _types(context: Context) -> str:

@@ -62,11 +62,11 @@ class Tour:
 
     def _introduce(self) -> None:
         context = self._context
-        spec = context.spec
+        spec, n_layers = context.spec, len(context.model.spec.layers)
         self._stage.say(
             Text.assemble(
                 ("kvcellar tour", "bold"),
-                f": {context.model.path.name}, {len(spec.layers)} layers; a cache of {spec.size} "
+                f": {context.model.path.name}, {n_layers} layers; a cache of {spec.size} "
                 f"cells, {human_bytes(spec.bytes_per_cell)} of K and V each ({spec.type_k.label}).",
             )
         )

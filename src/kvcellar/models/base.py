@@ -14,13 +14,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The numbers that caches and callers need of a model."""
+    """The numbers that caches and callers need of a model.
+
+    ``n_positions`` is how many positions a model has learned: a token must stand below it. None
+    where positions are computed.
+    """
 
     arch: str
     n_vocab: int
     n_embd: int
     n_ctx_train: int
     layers: tuple[LayerMemory, ...]
+    n_positions: int | None = None
 
     @property
     def attention_layers(self) -> tuple[LayerSpec, ...]:

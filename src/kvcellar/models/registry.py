@@ -14,7 +14,24 @@ from kvcellar.models.hparams import HyperParams
 
 T = TypeVar("T")
 
-ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "kvcellar.models.llama:Llama"})
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek2": "kvcellar.models.deepseek2:Deepseek2",
+        "falcon-h1": "kvcellar.models.falcon_h1:FalconH1",
+        "gemma2": "kvcellar.models.gemma2:Gemma2",
+        "gemma3": "kvcellar.models.gemma3:Gemma3",
+        "gpt-oss": "kvcellar.models.gpt_oss:GptOss",
+        "gpt2": "kvcellar.models.gpt2:Gpt2",
+        "jamba": "kvcellar.models.jamba:Jamba",
+        "lfm2": "kvcellar.models.lfm2:Lfm2",
+        "llama": "kvcellar.models.llama:Llama",
+        "mamba": "kvcellar.models.mamba:MambaModel",
+        "mamba2": "kvcellar.models.mamba2:Mamba2Model",
+        "phi3": "kvcellar.models.phi3:Phi3",
+        "qwen2": "kvcellar.models.qwen2:Qwen2",
+        "qwen3": "kvcellar.models.qwen3:Qwen3",
+    }
+)
 """``general.architecture`` to ``module:class``; modules are imported when needed."""
 
 

@@ -11,6 +11,8 @@ from kvcellar.models.hparams import HyperParams
 from kvcellar.types import RopeSpec
 
 _SCALINGS = ("none", "linear", "yarn")
+FACTORS = "rope_freqs.weight"
+"""The tensor of frequency factors, in files that have one set of them."""
 
 
 def read_rope(
@@ -18,19 +20,25 @@ def read_rope(
     weights: Weights[object],
     mode: Literal["normal", "neox"],
     head_dim: int,
+    factors: str = FACTORS,
 ) -> RopeSpec:
-    """The settings of ``{arch}.rope.*`` and of the tensor ``rope_freqs.weight``.
+    """The settings of ``{arch}.rope.*`` and of the tensor of frequency factors, if there is one.
+
+    Files with several sets of factors, of which one is named here, may call that "longrope".
 
     Raises:
         ModelFileError: a rotary dimension that does not fit the head, or a number out of range.
-        UnsupportedModel: a scaling type other than none, linear and yarn.
+        UnsupportedModel: a scaling type other than none, linear and yarn; or another parameter of
+            YaRN than those of :class:`RopeSpec`.
     """
     n_rot = hp.size(".rope.dimension_count", head_dim)
     if n_rot > head_dim or n_rot % 2:
         raise ModelFileError(f"rope.dimension_count={n_rot}: must be even and at most {head_dim}")
     scaling = hp.text(".rope.scaling.type", "linear")
-    if scaling not in _SCALINGS:
-        raise UnsupportedModel(f"rope.scaling.type={scaling!r}: known are {', '.join(_SCALINGS)}")
+    known = _SCALINGS if factors == FACTORS else (*_SCALINGS, "longrope")
+    if scaling not in known:
+        raise UnsupportedModel(f"rope.scaling.type={scaling!r}: known are {', '.join(known)}")
+    hp.only(".rope.scaling.yarn_attn_factor", 1.0)
     return RopeSpec(
         mode=mode,
         n_rot=n_rot,
@@ -41,7 +49,7 @@ def read_rope(
         beta_fast=hp.positive(".rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=hp.positive(".rope.scaling.yarn_beta_slow", 1.0),
         n_ctx_orig=_original_context(hp),
-        factors=_factors(weights, n_rot),
+        factors=_factors(weights, factors, n_rot),
     )
 
 
@@ -65,10 +73,10 @@ def _original_context(hp: HyperParams) -> int:
     return given or hp.size(".context_length")
 
 
-def _factors(weights: Weights[object], n_rot: int) -> tuple[float, ...] | None:
-    if not weights.has("rope_freqs.weight"):
+def _factors(weights: Weights[object], name: str, n_rot: int) -> tuple[float, ...] | None:
+    if not weights.has(name):
         return None
-    factors = weights.values("rope_freqs.weight", n_rot // 2)
+    factors = weights.values(name, n_rot // 2)
     if not all(x != 0.0 and isfinite(x) for x in factors):
-        raise ModelFileError("rope_freqs.weight: the factors must be finite and not zero")
+        raise ModelFileError(f"{name}: the factors must be finite and not zero")
     return factors

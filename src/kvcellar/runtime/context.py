@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache
 from kvcellar.cache.compaction import check_threshold
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
-from kvcellar.memory import MemorySpec
+from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
+from kvcellar.runtime.profile import Profile
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
 from kvcellar.runtime.undo import remember_sequences
@@ -35,6 +36,7 @@ class Context:
         model: the model.
         cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
         timings: how long decoding took.
+        profile: where the time went, None unless :meth:`start_profile` was called.
         n_ubatch: how many tokens are computed at once.
 
     Raises:
@@ -43,17 +45,22 @@ class Context:
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        spec = options.cache_spec(model.spec, model.why_no_kernel)
+        spec = options.memory_spec(model.spec, model.why_no_kernel)
         check_threshold(options.defrag_threshold)
         self.model = model
         self.timings = Timings()
+        self.profile: Profile | None = None
         self.n_ubatch = options.n_ubatch
-        use_kernel = options.use_kernel(spec, model.why_no_kernel)
-        self._memory = model.open_memory(MemorySpec.single(spec), kernel=use_kernel)
+        use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
+        self._memory = model.open_memory(spec, kernel=use_kernel)
         self._executor = self._memory.executor
-        (store,) = self._memory.groups
-        self.cache = AttentionCache(spec, store, defrag_threshold=options.defrag_threshold)
-        self._free_ids = list(range(spec.n_seq_max))
+        try:
+            self.cache: Cache = make_cache(spec, self._memory, options)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.memory_spec = spec
+        self._free_ids = list(range(options.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -136,6 +143,17 @@ class Context:
         except TokenizerError:  # there is no vocabulary
             return view
 
+    def start_profile(self) -> Profile:
+        """Record from now on where the time goes; decoding becomes slower by that.
+
+        Raises:
+            NotSupported: the backend cannot tell.
+        """
+        with self._lock:
+            self._check_open()
+            self.profile = Profile.of(self._executor)
+            return self.profile
+
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
         with self._lock:
@@ -184,6 +202,8 @@ class Context:
                     pieces.append(_checked_copy(logits))
         seconds = perf_counter() - start
         self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
+        if self.profile is not None:
+            self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
@@ -14,6 +14,9 @@ from kvcellar.runtime.stopping import StopMatcher
 
 if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FinishReason = Literal["length", "stop_token", "stop_string"]
 """Why a generation ended."""
@@ -40,7 +43,8 @@ class Generation:
         )
         self._matcher = StopMatcher([stop] if isinstance(stop, str) else list(stop))
         self._shift = shift
-        self._sampler = Sampler(merge_options(options, sampling))
+        self._profile = sequence.context.profile
+        self._sample = self._timed("sampling", Sampler(merge_options(options, sampling)).sample)
         self._tokenizer = sequence.context.model.tokenizer
         self._history = sequence.tokens
         sequence.finish_reason = None
@@ -48,8 +52,9 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         """The text, in pieces of whole characters."""
         detokenizer = self._tokenizer.detokenizer(continuing=True)
+        detokenize = self._timed("detokenising", detokenizer.push)
         for token in self._tokens():
-            text, stopped = self._matcher.push(detokenizer.push(token))
+            text, stopped = self._matcher.push(detokenize(token))
             if text:
                 yield text
             if stopped:
@@ -68,7 +73,7 @@ class Generation:
         while self._limit is None or n_generated < self._limit:
             if self._shift is not None:
                 sequence.make_room(self._shift)
-            token = self._sampler.sample(sequence.logits, self._history)
+            token = self._sample(sequence.logits, self._history)
             if token in stops:
                 sequence.finish_reason = "stop_token"
                 return
@@ -77,6 +82,9 @@ class Generation:
             n_generated += 1
             yield token
         sequence.finish_reason = "length"
+
+    def _timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
+        return function if self._profile is None else self._profile.timed(part, function)
 
 
 def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:

@@ -1,8 +1,13 @@
 """A sequence's text as the cache holds it, and the edits of it that move positions.
 
 Tokens are counted from the start of the text and turned into positions here; the cells are changed
-by llama.cpp's verbs. Whatever could make the second of two verbs fail is tried before the first,
-so that an edit is done as a whole or not at all (invariant 5).
+by llama.cpp's verbs. An edit is done as a whole or not at all (invariant 5): over a plain
+attention cache, whatever could make the second of two verbs fail is tried before the first; over
+any other, both happen within a transaction.
+
+Not every cache can forget any token: a state is only exchanged for an older one, what has left a
+window is gone, and some K rows cannot be rotated. Then the text goes back to where the cache can,
+and the tokens that went too much are returned, to be computed again.
 
 Where positions have been divided, tokens share them, and positions no longer tell their order. It
 is remembered in ``grouped``, for the tokens before position ``grouped_end``.
@@ -14,12 +19,15 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvcellar._cellsets import cell_count
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
+from kvcellar.cache.base import Cache
+from kvcellar.cache.parts import parts_of
+from kvcellar.errors import CacheFull, NotSupported, OptionError
+from kvcellar.runtime.moving import n_copies, n_freed, require_moving
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.shifting import ContextShift
-from kvcellar.types import MAX_POSITION, Int32Array, Int64Array
+from kvcellar.runtime.waiting import Waiting
+from kvcellar.types import MAX_POSITION, Int32Array
 
 Gap: TypeAlias = Literal["close", "keep"]
 """What becomes of the positions behind removed tokens: they move up, or stay where they are."""
@@ -28,30 +36,24 @@ Gap: TypeAlias = Literal["close", "keep"]
 class HeldText:
     """What a cache holds of one sequence, as a text."""
 
-    def __init__(self, cache: AttentionCache, seq_id: int) -> None:
+    def __init__(self, cache: Cache, seq_id: int) -> None:
         self.cache = cache
         self.seq_id = seq_id
         self.grouped: tuple[int, ...] = ()
         self.grouped_end = 0
 
     def __len__(self) -> int:
-        return self.cache.table.seq_count(self.seq_id)
-
-    @property
-    def cells(self) -> Int64Array:
-        """The cells in the order of their positions."""
-        return self.cache.table.cells_of(self.seq_id)
+        return self.cache.seq_count(self.seq_id)
 
     @property
     def positions(self) -> Int32Array:
         """Where the tokens stand, ascending."""
-        at: Int32Array = self.cache.table.positions[self.cells]
-        return at
+        return self.cache.seq_positions(self.seq_id)
 
     @property
     def tokens(self) -> list[int]:
         """The token ids in the order of the text."""
-        held = [int(token) for token in self.cache.table.tokens_of(self.seq_id)]
+        held: list[int] = self.cache.seq_tokens(self.seq_id).tolist()
         n = len(self.grouped)
         # Someone may have edited the cells below us; then they are right, and not what we know.
         is_known = n > 0 and sorted(held[:n]) == sorted(self.grouped)
@@ -67,70 +69,114 @@ class HeldText:
         self.cache.seq_cp(self.seq_id, other.seq_id, -1, -1)
         other.grouped, other.grouped_end = self.grouped, self.grouped_end
 
-    def drop_tail(self, n_tokens: int) -> tuple[int, list[int]]:
-        """Drop the last tokens; returns where the first of them stood.
+    def go_back(self, n_left: int) -> Waiting:
+        """Drop all tokens but the first ``n_left``; returns those of them that had to go too.
 
-        Tokens that share a position go together; those of them that were to stay are returned, to
-        be computed again.
+        Tokens that share a position go together; and a cache may only be able to go further back.
+
+        Raises:
+            NotSupported: one of these was decoded from an embedding, which nobody keeps.
         """
-        tokens, at = self.tokens, self.positions
-        n_left = len(at) - n_tokens
-        first = int(at[n_left])
-        n_before = int(np.searchsorted(at, first))
-        self.cache.seq_rm(self.seq_id, first, -1)
-        self.grouped = self.grouped[:n_before]
-        self.grouped_end = min(self.grouped_end, first)
-        return first, tokens[n_before:n_left]
+        if -1 not in self.tokens:
+            return self._go_back(n_left)
+        with self.cache.transaction():
+            return self._go_back(n_left)
 
-    def remove(self, start: int, stop: int, gap: Gap) -> None:
-        """Remove tokens ``[start, stop)``, at least one.
+    def _go_back(self, n_left: int) -> Waiting:
+        tokens, at = self.tokens, self.positions
+        self.cache.rewind(self.seq_id, int(at[n_left]))
+        n_kept = len(self)
+        again = tokens[n_kept:n_left]
+        if -1 in again:
+            raise NotSupported(
+                f"token {n_kept + again.index(-1)} would have to be computed again, but it was "
+                "decoded from an embedding: decode the sequence anew"
+            )
+        self.grouped = self.grouped[:n_kept]
+        self.grouped_end = min(self.grouped_end, int(at[n_kept]))
+        return Waiting(again, at[n_kept:n_left].tolist())
+
+    def remove(self, start: int, stop: int, gap: Gap) -> Waiting:
+        """Remove tokens ``[start, stop)``, at least one; returns what has to be computed again.
 
         Raises:
             OptionError: the range would part tokens that share a position.
-            ShiftUnsupported, CacheFull, NotSupported: what follows cannot be moved.
+            CacheFull, NotSupported: what follows can neither be moved nor computed again.
         """
-        cells, at = self.cells, self.positions
+        tokens, at = self.tokens, self.positions
         for cut in (start, stop):
             if 0 < cut < len(at) and at[cut] == at[cut - 1]:
                 raise OptionError(
                     f"tokens {cut - 1} and {cut} share position {at[cut]}: remove both or neither"
                 )
-        closes = gap == "close" and stop < len(at)
         p0, p1 = int(at[start]), int(at[stop]) if stop < len(at) else self.end
-        if closes:
-            self._require_moving(cells[stop:], cells[start:stop])
-        if not self.cache.seq_rm(self.seq_id, p0, p1):
-            raise NotSupported("this cache cannot remove tokens from the middle of a sequence")
-        if closes:
-            self.cache.seq_add(self.seq_id, p1, -1, p0 - p1)
-            self.grouped_end = max(min(self.grouped_end, p0), self.grouped_end - (p1 - p0))
-        self.grouped = self.grouped[:start] + self.grouped[stop:]
+        closed = p1 - p0 if gap == "close" and stop < len(at) else 0
+        if self._remove_in_place(p0, p1, closed):
+            if closed:
+                self.grouped_end = max(min(self.grouped_end, p0), self.grouped_end - closed)
+            self.grouped = self.grouped[:start] + self.grouped[stop:]
+            return Waiting()
+        if -1 in tokens[stop:]:
+            raise NotSupported("what follows was decoded from embeddings: decode it anew")
+        again = self.go_back(start)
+        return Waiting(tokens[stop:], (at[stop:] - closed).tolist()).after(again)
 
-    def shift_span(self, shift: ContextShift) -> tuple[int, int]:
-        """Which tokens a context shift discards."""
-        return shift.span(self.positions, self.cache.spec.size)
+    def _remove_in_place(self, p0: int, p1: int, closed: int) -> bool:
+        """Remove positions and close the gap; False if the cache cannot."""
+        cache, seq_id = self.cache, self.seq_id
+        if not closed:
+            return cache.seq_rm(seq_id, p0, p1)
+        if not cache.can_shift:
+            return False
+        if type(cache) is AttentionCache:
+            table = cache.table
+            doomed, moving = (table.select(seq_id, *part) for part in ((p0, p1), (p1, -1)))
+            require_moving(cache, moving, doomed)
+            cache.seq_rm(seq_id, p0, p1)
+            cache.seq_add(seq_id, p1, -1, -closed)
+            return True
+        with cache.transaction():
+            if not cache.seq_rm(seq_id, p0, p1):
+                return False
+            cache.seq_add(seq_id, p1, -1, -closed)
+        return True
+
+    def shift_span(self, shift: ContextShift, waiting: Waiting) -> tuple[int, int]:
+        """Which tokens a context shift discards; those computed before count as computed."""
+        again = waiting.positions(self.end)[: len(waiting.places)]
+        at = np.concatenate((self.positions, again)).astype(np.int32)
+        return shift.span(at, self.cache.spec.size)
 
     def span_to_discard(
-        self, n_tokens: int, n_max: int, shift: ContextShift
+        self, waiting: Waiting, n_max: int, shift: ContextShift
     ) -> tuple[int, int] | None:
-        """What to discard for ``n_tokens`` more to fit, at positions below n_max; None: they fit.
+        """What to discard for what waits to fit, at positions below n_max; None: it fits.
 
         One shift may not be enough.
 
         Raises:
             CacheFull: it would free no cell.
         """
-        free = self.cache.table.n_free()
-        if n_tokens == 0 or len(self) < 2:
+        n_waiting, free = len(waiting), self.cache.n_free()
+        if n_waiting == 0 or len(self) + len(waiting.places) < 2:
             return None
-        if n_tokens <= free and self.end + n_tokens <= n_max:
+        if n_waiting <= free and waiting.end(self.end) <= n_max:
             return None
-        start, stop = self.shift_span(shift)
-        cells = self.cells
-        if n_tokens > free and self._n_freed(cells[start:stop]) <= self._n_copies(cells[stop:]):
+        start, stop = self.shift_span(shift, waiting)
+        if n_waiting > free and not self._makes_room(start, stop):
             hint = "a context shift would free none: other sequences or a transaction keep them"
-            raise CacheFull(n_tokens, free, hint)
+            raise CacheFull(n_waiting, free, hint)
         return start, stop
+
+    def _makes_room(self, start: int, stop: int) -> bool:
+        """Whether removing tokens leaves fewer to compute, or more room for them."""
+        cache, n_held = parts_of(self.cache)[0], len(self)
+        if stop > n_held or not isinstance(cache, AttentionCache):
+            return True
+        cells = cache.table.cells_of(self.seq_id)
+        if cache is self.cache and cache.can_shift:
+            return n_freed(cache, cells[start:stop]) > n_copies(cache, cells[stop:])
+        return n_freed(cache, cells[start:]) > n_held - stop
 
     def self_extend(self, group: int, width: int) -> None:
         """Divide the positions of every whole window behind what is grouped.
@@ -142,51 +188,37 @@ class HeldText:
         check_range("group", group, 1, MAX_POSITION)
         if check_range("width", width, 1, MAX_POSITION) % group:
             raise OptionError(f"width={width}: must be a multiple of group={group}")
+        if any(type(part) is not AttentionCache for part in parts_of(self.cache)):
+            raise NotSupported(
+                "self_extend: states and windows that slid have no positions to divide; it needs "
+                "a model that attends in every layer, with swa_full=True if some have windows"
+            )
         n_windows = max(0, (self.end - self.grouped_end) // width)
         if group == 1 or n_windows == 0:
             return
         highest = self.end + (group - 1) * (self.grouped_end + n_windows * width // group)
         if highest >= MAX_POSITION:
             raise OptionError(f"group={group}: positions would pass the largest one on the way")
-        self._require_moving(self.cells[self.positions >= max(self.grouped_end, 1)])
-        order = self.tokens
-        for _ in range(n_windows):
-            self._divide_window(group, width)
-        self.grouped = tuple(order[: int(np.searchsorted(self.positions, self.grouped_end))])
+        order, end = self.tokens, self.grouped_end
+        if type(self.cache) is AttentionCache:
+            moving = self.cache.table.select(self.seq_id, max(end, 1), -1)
+            require_moving(self.cache, moving)
+            end = self._divide(group, width, n_windows)
+        else:
+            with self.cache.transaction():
+                end = self._divide(group, width, n_windows)
+        self.grouped_end = end
+        self.grouped = tuple(order[: int(np.searchsorted(self.positions, end))])
 
-    def _divide_window(self, group: int, width: int) -> None:
+    def _divide(self, group: int, width: int, n_windows: int) -> int:
+        """Divide so many windows; returns where the last of them ends afterwards."""
         start, cache, seq_id = self.grouped_end, self.cache, self.seq_id
-        # Lifted so that the window starts at group times its place: division maps it there.
-        lift = (group - 1) * start
-        behind = start + lift + width
-        cache.seq_add(seq_id, start, -1, lift)
-        cache.seq_div(seq_id, start + lift, behind, group)
-        self.grouped_end += width // group
-        cache.seq_add(seq_id, behind, -1, self.grouped_end - behind)
-
-    def _n_freed(self, cells: Int64Array) -> int:
-        """How many cells dropping these would make free to be filled."""
-        table = self.cache.table
-        if table.reserved is not None:
-            cells = cells[~table.reserved[cells]]
-        return len(cells) - cell_count(table.shared(cells))
-
-    def _n_copies(self, cells: Int64Array) -> int:
-        """How many cells moving these would take: shared ones are copied."""
-        if self.cache.on_shared == "move":
-            return 0
-        return cell_count(self.cache.table.shared(cells))
-
-    def _require_moving(self, cells: Int64Array, doomed: Int64Array | None = None) -> None:
-        """Raise unless these cells can be moved once the doomed ones have been given up."""
-        if not self.cache.can_shift:
-            raise ShiftUnsupported(
-                "positions would have to move, but the K rows of this cache cannot be rotated: "
-                'remove(…, gap="keep") leaves them, or decode the tokens again'
-            )
-        n_copies = self._n_copies(cells)
-        if n_copies and not self.cache.store.can_copy:
-            raise NotSupported("moving shared cells needs a store that can copy cells")
-        free = self.cache.table.n_free() + (0 if doomed is None else self._n_freed(doomed))
-        if n_copies > free:
-            raise CacheFull(n_copies, free, "cells shared with others have to be copied to move")
+        for _ in range(n_windows):
+            # Lifted so that the window starts at group times its place: division maps it there.
+            lift = (group - 1) * start
+            behind = start + lift + width
+            cache.seq_add(seq_id, start, -1, lift)
+            cache.seq_div(seq_id, start + lift, behind, group)
+            start += width // group
+            cache.seq_add(seq_id, behind, -1, start - behind)
+        return start

@@ -98,6 +98,9 @@ class Model:
         flash_attn: bool | None = None,
         kernel: bool | None = None,
         defrag_threshold: float | None = None,
+        swa_full: bool = False,
+        checkpoints: int = 32,
+        checkpoint_bytes: int | None = None,
     ) -> Context:
         """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
 
@@ -108,7 +111,17 @@ class Model:
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
         options = ContextOptions(
-            n_ctx, n_seq_max, n_ubatch, type_k, type_v, flash_attn, kernel, defrag_threshold
+            n_ctx,
+            n_seq_max,
+            n_ubatch,
+            type_k,
+            type_v,
+            flash_attn,
+            kernel,
+            defrag_threshold,
+            swa_full,
+            checkpoints,
+            checkpoint_bytes,
         )
         context = Context(self, options)
         self._contexts.add(context)

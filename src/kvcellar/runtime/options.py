@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
+from kvcellar.memory import MemorySpec, StateSpec, group_layers
 from kvcellar.models.base import ModelSpec
 from kvcellar.types import CacheSpec, KVType
 
 MAX_CELLS = 2**31 - 1
-MAX_SEQUENCES = 4096
+MAX_SEQ = 4096
 DEFAULT_CELLS = 4096
+MAX_CHECKPOINTS = 2**16
+CHECKPOINT_BYTES = 256 * 2**20
 
 WhyNot: TypeAlias = Callable[[CacheSpec], str | None]
 """Says why a cache of that shape cannot have something; None if it can."""
@@ -37,6 +41,12 @@ class ContextOptions:
             cells of their sequences. None: if it can be; it takes f16 and llvmlite.
         defrag_threshold: the share of holes beyond which the cache is compacted unasked, a few
             runs of cells a decode; None: never. Nothing depends on it but speed.
+        swa_full: whether layers that attend within a window keep all tokens as well. An edit far
+            back then needs no decode of what follows; without, they keep what a window needs.
+        checkpoints: how many older states and windows may be kept to go back to; 0: none, and an
+            edit behind them means that the whole text is decoded again.
+        checkpoint_bytes: what those may take, states and each group of windows by itself; 0: there
+            are none; None: 256 MiB.
     """
 
     n_ctx: int | None = None
@@ -47,41 +57,83 @@ class ContextOptions:
     flash_attn: bool | None = None
     kernel: bool | None = None
     defrag_threshold: float | None = None
+    swa_full: bool = False
+    checkpoints: int = 32
+    checkpoint_bytes: int | None = None
 
-    def cache_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> CacheSpec:
-        """The cache that these options ask for.
+    def memory_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> MemorySpec:
+        """The memory that these options ask for.
+
+        The widest group always has ``n_ctx`` cells, so that the cache knows the whole text.
 
         Raises:
             OptionError: one is outside its range; the message names it.
         """
-        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
+        n_ctx, n_seq_max = self.n_cells(model), check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQ)
         check_range("n_ubatch", self.n_ubatch, 1, MAX_CELLS)
-        type_v = KVType.parse(self.type_v)
-        spec = CacheSpec(
-            size=check_range("n_ctx", n_ctx, 1, MAX_CELLS),
-            n_seq_max=check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQUENCES),
-            layers=model.attention_layers,
+        n_kept, n_bytes = self.checkpoint_budget
+        layers, states, places = group_layers(model.layers)
+        shape = CacheSpec(
+            size=n_ctx,
+            n_seq_max=n_seq_max,
+            layers=(),
             type_k=KVType.parse(self.type_k),
-            type_v=type_v,
+            type_v=KVType.parse(self.type_v),
             flash_attn=self.flash_attn is not False,
         )
-        across = self.n_seq_max == 1 and not type_v.is_quantized
-        if self.flash_attn is None and across and not self.use_kernel(spec, why_no_kernel):
-            return replace(spec, flash_attn=False, padding=0)
-        return spec
+        groups = self._lay_out([replace(shape, layers=part) for part in layers], why_no_kernel)
+        sized = (*groups[:1], *map(self._in_window, groups[1:]))
+        if not states:
+            return MemorySpec(sized, None, places)
+        # A row for each sequence's state, one for what it becomes, and one for each kept.
+        spec = StateSpec(2 * n_seq_max, n_seq_max, states)
+        spec = replace(spec, n_rows=spec.n_rows + min(n_kept, n_bytes // spec.row_bytes))
+        return MemorySpec(sized, spec, places)
 
-    def use_kernel(self, spec: CacheSpec, why_no_kernel: WhyNot) -> bool:
-        """Whether few tokens attend through our own kernel.
+    def n_cells(self, model: ModelSpec) -> int:
+        """How many tokens the context is for."""
+        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
+        return check_range("n_ctx", n_ctx, 1, MAX_CELLS)
+
+    @property
+    def checkpoint_budget(self) -> tuple[int, int]:
+        """How many checkpoints each kind of memory may keep, and in how many bytes."""
+        n_bytes = CHECKPOINT_BYTES if self.checkpoint_bytes is None else self.checkpoint_bytes
+        return (
+            check_range("checkpoints", self.checkpoints, 0, MAX_CHECKPOINTS),
+            check_range("checkpoint_bytes", n_bytes, 0, 2**62),
+        )
+
+    def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
+        """Whether few tokens attend through our own kernel, in the groups where it can run.
 
         Raises:
-            OptionError: it is asked for and cannot run.
+            OptionError: it is asked for and cannot run in one.
         """
         if self.kernel is False:
             return False
-        reason = why_no_kernel(spec)
-        if reason is not None and self.kernel:
-            raise OptionError(f"kernel=True: {reason}")
-        return reason is None
+        reasons = [why_no_kernel(group) for group in groups] or ["no layer attends"]
+        if self.kernel and any(reasons):
+            raise OptionError(f"kernel=True: {next(filter(None, reasons))}")
+        return None in reasons
+
+    def _lay_out(self, groups: list[CacheSpec], why_no_kernel: WhyNot) -> tuple[CacheSpec, ...]:
+        """The groups with V across if nobody said how it lies and that is faster."""
+        suits = self.flash_attn is None and self.n_seq_max == 1
+        for group in groups:
+            suits &= not group.type_v.is_quantized
+            suits &= len({layer.n_embd_v for layer in group.layers}) == 1
+            suits &= all(layer.v_offset is None for layer in group.layers)
+        if not suits or self.use_kernel(groups, why_no_kernel):
+            return tuple(groups)
+        return tuple(replace(group, flash_attn=False, padding=0) for group in groups)
+
+    def _in_window(self, group: CacheSpec) -> CacheSpec:
+        """The group with as many cells as its window needs, where those are fewer."""
+        if self.swa_full or not group.window:
+            return group
+        sizes = (group.window, group.n_seq_max, self.n_ubatch, group.padding, group.size)
+        return replace(group, size=sliding_size(*sizes))
 
 
 def check_range(name: str, value: int, low: int, high: int) -> int:

@@ -23,6 +23,7 @@ import numpy as np
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.errors import KVCellarError
@@ -101,7 +102,7 @@ def attempt(path: Path, backend: GgmlBackend) -> str:
 
 def _decode(backend: GgmlBackend, model: Architecture[int]) -> None:
     store = GgmlStore(CacheSpec(256, 1, model.spec.attention_layers))
-    executor = GgmlExecutor(backend, store, model.forward)
+    executor = GgmlExecutor(backend, GgmlMemory.single(store), model.forward)
     executor.run(causal_plan([0] * 3))
     executor.run(causal_plan([0], 3))
     executor.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcellar.testing.tiny_llama import TinyLlama
+from tests.backends.ggml.ops_bench import Bench
 from tests.backends.helpers import Rig
 
 
@@ -18,3 +19,19 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made = Rig(path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Bench]]:
+    """Benches put in here are closed in the end."""
+    benches: list[Bench] = []
+    yield benches
+    for bench in benches:
+        bench.close()
+
+
+@pytest.fixture
+def bench(opened: list[Bench]) -> Bench:
+    """A bench without memory."""
+    opened.append(Bench())
+    return opened[0]

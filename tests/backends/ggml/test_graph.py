@@ -11,7 +11,8 @@ import pytest
 
 from kvcellar.backends.ggml import graph as graph_module
 from kvcellar.backends.ggml.executor import GgmlExecutor
-from kvcellar.backends.ggml.graph import MAX_GRAPHS, Shape
+from kvcellar.backends.ggml.graph import MAX_GRAPHS
+from kvcellar.backends.ggml.inputs import Shape
 from kvcellar.errors import AllocationError
 from kvcellar.testing.gguf_writer import gguf_bytes
 from kvcellar.testing.plans import causal_plan

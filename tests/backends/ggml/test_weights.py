@@ -83,6 +83,20 @@ def test_vectors_and_values_must_be_f32(tmp_path: Path) -> None:
     weights.close()
 
 
+def test_a_vector_may_have_more_than_one_axis(tmp_path: Path) -> None:
+    halves = np.ones((4, 8), np.float16)
+    weights = _weights(
+        tmp_path, a=np.ones((4, 8), np.float32), b=np.ones((4, 1), np.float32), c=halves
+    )
+    for name, shape in (("a", (4, 8)), ("b", (4, 1))):
+        assert weights.vector(name, *shape) is not None
+        with pytest.raises(ModelFileError, match=f"tensor {name} has shape"):
+            weights.vector(name, 4)
+    with pytest.raises(UnsupportedModel, match="tensor c has type f16, expected f32"):
+        weights.vector("c", 4, 8)
+    weights.close()
+
+
 def test_values_are_numbers(tmp_path: Path) -> None:
     weights = _weights(tmp_path, a=np.array([1.5, -2, 3], np.float32))
     assert weights.values("a", 3) == (1.5, -2.0, 3.0)

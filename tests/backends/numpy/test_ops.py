@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
+from kvcellar.backends.numpy.formulas import attend
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import ExpertWeights, Ops
-from kvcellar.memory import MemorySpec
-from kvcellar.plan import Plan
+from kvcellar.errors import PositionError
+from kvcellar.memory import LayerPlace, MemorySpec
+from kvcellar.plan import CellPlan, Plan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
 from kvcellar.types import CacheSpec, Float32Array, KVType, LayerSpec
@@ -28,19 +30,6 @@ def test_tokens_or_embeddings_are_the_input() -> None:
     given = random_rows(2, 4, 7)
     plan = causal_plan(None, embeddings=given)
     np.testing.assert_array_equal(_ops(plan).embed(TABLE), given)
-
-
-def test_silu_of_large_numbers_does_not_overflow() -> None:
-    gate = np.array([-1e4, -1.0, 0.0, 1.0, 1e4], np.float32)
-    expected = [0, -1 / (1 + np.e), 0, 1 / (1 + np.exp(-1)), 1e4]
-    got = _ops(causal_plan([0])).swiglu(gate, np.ones(5, np.float32))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_shares_of_large_scores_sum_to_one() -> None:
-    shares = softmax(np.array([[1e4, 0, -np.inf], [-1e4, -1e4, -1e4]], np.float32))
-    np.testing.assert_allclose(shares.sum(axis=1), 1)
-    assert shares[0, 2] == 0
 
 
 def test_neighbouring_heads_share_a_head_of_k_and_v() -> None:
@@ -97,3 +86,41 @@ def test_an_executor_runs_a_forward_pass_over_its_store() -> None:
     np.testing.assert_array_equal(got, TABLE[[4, 6]])
     assert executor.run(causal_plan([4], outputs=[])).shape == (0, 4)
     executor.close()
+
+
+LATENT = CacheSpec(16, 1, (LayerSpec(1, 6, 4, v_offset=2),), KVType.F32, KVType.F32)
+
+
+def test_v_may_be_a_part_of_k() -> None:
+    """Equal to a layer that stores the same numbers twice."""
+    q, k = random_rows(3, 2 * 6).reshape(3, 2, 6), random_rows(3, 6, 1).reshape(3, 1, 6)
+    twice = CacheSpec(16, 1, (LayerSpec(1, 6, 4),), KVType.F32, KVType.F32)
+    plan, results = causal_plan([1, 2, 3], n_kv=16), []
+    for spec, v in ((LATENT, None), (twice, k[..., 2:])):
+        ops = NumpyOps(plan, MemorySpec.single(spec), [NumpyStore(spec)])
+        results.append(ops.attention(0, q, k, v, 0.3))
+    assert results[0].shape == (3, 8)
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_layers_write_to_the_group_they_are_in() -> None:
+    """Each has cells, a mask and rows of its own."""
+    spec = MemorySpec((SPEC, SPEC), None, (LayerPlace(1, 0), LayerPlace(0, 0)))
+    stores = [NumpyStore(SPEC), NumpyStore(SPEC)]
+    wide, near = causal_plan([1, 2], n_kv=16), causal_plan([1, 2], n_kv=16, cells=[9, 4])
+    mask = near.mask.copy()
+    mask[1, 9] = -np.inf  # a window of one
+    plan = Plan(wide.micro, (wide.groups[0], CellPlan(near.cells, mask)))
+    ops, x = NumpyOps(plan, spec, stores), random_rows(2, 4).reshape(2, 1, 4)
+    narrow, all_seen = ops.attention(0, x, x, x, 1.0), ops.attention(1, x, 2 * x, x, 0.1)
+    np.testing.assert_array_equal(narrow, x.reshape(2, 4))
+    assert not np.allclose(all_seen[1], x[1, 0])
+    np.testing.assert_array_equal(stores[1].read(0, "k", near.cells), x.reshape(2, 4))
+    np.testing.assert_array_equal(stores[0].read(0, "k", wide.cells), 2 * x.reshape(2, 4))
+
+
+def test_learned_positions_are_those_of_the_plan() -> None:
+    ops = _ops(causal_plan([1, 2], start=7))
+    np.testing.assert_array_equal(ops.embed_positions(TABLE), TABLE[7:9])
+    with pytest.raises(PositionError, match="position 10: the model has learned 10 positions"):
+        _ops(causal_plan([1], start=10)).embed_positions(TABLE)

@@ -9,9 +9,9 @@ from kvcellar.backends.ggml import convert as ggml
 from kvcellar.backends.numpy import convert, library
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.errors import AllocationError, LibraryError, OptionError
-from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs
+from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs, tolerance
 from kvcellar.testing.rotation import random_rows
-from kvcellar.types import CacheSpec, KVType, LayerSpec
+from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
 
 LAYERS = (LayerSpec(2, 64, 32), LayerSpec(1, 32, 64))
 KINDS = [kind for kind in KVType if kind not in convert.NOT_MADE]
@@ -21,6 +21,50 @@ KINDS = [kind for kind in KVType if kind not in convert.NOT_MADE]
 class TestNumpyStore(KVStoreConformance):
     def open(self, spec: CacheSpec) -> NumpyStore:
         return NumpyStore(spec)
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+def test_a_layer_whose_v_is_in_its_k_stores_no_v(kind: KVType, flash_attn: bool) -> None:
+    rope = RopeSpec("normal", 64)
+    latent = LayerSpec(1, 192, 128, rope, v_offset=64)
+    spec = CacheSpec(8, 1, (latent, LayerSpec(1, 64, 64)), kind, KVType.F16, flash_attn)
+    store, cells, keys = NumpyStore(spec), np.array([5, 0, 2]), random_rows(3, 192)
+    nothing = np.empty((3, 0), np.float32)
+    assert store.spec.n_bytes == 8 * (kind.row_bytes(192) + kind.row_bytes(64) + 128)
+    store.write(0, cells, keys, nothing)
+    np.testing.assert_array_equal(store.read(0, "v", cells), nothing)
+    assert store.read_raw(0, "v", cells).shape == (3, 0)
+    before = store.read(0, "k", cells)
+    assert np.abs(before - keys).max() <= tolerance(kind, keys)
+    store.copy(cells, np.array([1, 3, 4]))
+    store.rotate(np.array([1, 3, 4]), np.array([3, -2, 9], np.int32))
+    after = store.read(0, "k", np.array([1, 3, 4]))
+    assert np.abs(after[:, 64:] - before[:, 64:]).max() <= tolerance(kind, keys)
+    assert np.abs(after[:, :64] - before[:, :64]).max() > 1
+    store.write_raw(0, "v", cells, store.read_raw(0, "v", cells))
+    store.resize(20, cells, cells)
+    np.testing.assert_array_equal(store.read(0, "k", cells), before)
+    store.wipe(cells)
+    assert not store.read_raw(0, "k", cells).any()
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (LayerSpec(1, 96, 64, v_offset=33), "v_offset=33: V of layer 1 is 64 of the 96 values"),
+        (LayerSpec(1, 96, 64, v_offset=-1), "v_offset=-1: V of layer 1"),
+        (LayerSpec(1, 96, 32, RopeSpec("normal", 64), v_offset=32), "behind the 64 that are"),
+    ],
+)
+def test_v_must_lie_in_what_is_kept_and_not_rotated(layer: LayerSpec, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        NumpyStore(CacheSpec(8, 1, (LAYERS[0], layer)))
+
+
+def test_v_in_k_has_no_type_of_its_own() -> None:
+    odd = LayerSpec(1, 96, 20, v_offset=7)
+    NumpyStore(CacheSpec(8, 1, (odd,), KVType.F16, KVType.Q8_0, flash_attn=False))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from kvcellar.backends.base import Part
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.layout import CellRows, ChannelMajor, RowMajor
+from kvcellar.backends.ggml.layout import CellRows, ChannelMajor, NoRows, RowMajor
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError
@@ -83,7 +83,8 @@ class KVBuffers:
 
     Attributes:
         k: address of each layer's K tensor, ``[size, n_embd_k]``.
-        v: address of each layer's V tensor, ``[size, n_embd_v]`` or ``[n_embd_v, size]``.
+        v: address of each layer's V tensor, ``[size, n_embd_v]`` or ``[n_embd_v, size]``; 0 where
+            V is part of K.
         rows: access to the rows of both by cell, for each layer.
         handles: the ggml buffers, one a buffer type.
 
@@ -111,7 +112,7 @@ class KVBuffers:
         across = ChannelMajor if spec.v_trans else RowMajor
         self.rows: dict[Part, list[CellRows]] = {
             "k": [RowMajor(tensor) for tensor in self.k],
-            "v": [across(tensor) for tensor in self.v],
+            "v": [across(tensor) if tensor else NoRows() for tensor in self.v],
         }
 
     def zero(self) -> None:
@@ -153,10 +154,13 @@ class KVBuffers:
         for i in layers:
             layer = spec.layers[i]
             k = api.ggml_new_tensor_2d(context, spec.type_k.ggml_id, layer.n_embd_k, spec.size)
+            api.ggml_set_name(k, f"cache_k_l{i}".encode())
+            self.k[i] = k
+            if layer.v_offset is not None:
+                continue
             across = (spec.size, layer.n_embd_v)
             ne = across if spec.v_trans else across[::-1]
             v = api.ggml_new_tensor_2d(context, spec.type_v.ggml_id, *ne)
-            api.ggml_set_name(k, f"cache_k_l{i}".encode())
             api.ggml_set_name(v, f"cache_v_l{i}".encode())
-            self.k[i], self.v[i] = k, v
+            self.v[i] = v
         return context

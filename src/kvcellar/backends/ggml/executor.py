@@ -1,34 +1,32 @@
-"""Running a model's forward pass over a store: a graph of the plan's shape, loaded and computed."""
+"""Running a model's forward pass over a memory: a graph of the plan's shape, loaded, computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.graph import GraphCache
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel
-from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.backends.ggml.model_memory import GgmlMemory
+from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.operations import Forward
 from kvcellar.plan import Plan
 from kvcellar.types import Float32Array
 
 
 class GgmlExecutor:
-    """Runs a model's forward pass over a store. Implements ``Executor``."""
+    """Runs a model's forward pass over a memory. Implements ``Executor``."""
 
-    def __init__(
-        self,
-        backend: GgmlBackend,
-        store: GgmlStore,
-        forward: Forward[int],
-        kernel: AttentionKernel | None = None,
-    ) -> None:
+    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
-        self._kernel = kernel
-        self._cache = GraphCache(backend, store, forward, kernel)
+        self._compute = backend.compute
+        self._kernels = memory.kernels
+        self._cache = GraphCache(backend, memory, forward)
 
     @property
     def lists_up_to(self) -> tuple[int, ...]:
         """Of each group: plans of so many tokens are better given with lists than with a mask."""
-        return () if self._kernel is None else (self._kernel.max_tokens,)
+        return tuple(0 if kernel is None else kernel.max_tokens for kernel in self._kernels)
 
     @property
     def buffer_bytes(self) -> int:
@@ -38,11 +36,16 @@ class GgmlExecutor:
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; see ``Executor.run``."""
         graph = self._cache.get(plan)
-        graph.load(plan)
-        if plan.lists is not None and self._kernel is not None:
-            self._kernel.load(plan.lists)
-        self._backend.compute(graph.graph)
+        graph.feeds.load(plan)
+        for kernel, group in zip(self._kernels, plan.groups, strict=True):
+            if kernel is not None and group.lists is not None:
+                kernel.load(group.lists)
+        self._compute(graph.graph)
         return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
 
     def invalidate(self) -> None:
         """Drop every graph; a resized store makes that happen by itself."""

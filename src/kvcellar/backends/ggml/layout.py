@@ -28,6 +28,20 @@ class CellRows(Protocol):
         """Zero the rows of cells."""
 
 
+class NoRows:
+    """What a layer has whose V is part of its K: rows of no bytes."""
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """Rows of no bytes."""
+        return np.empty((len(cells), 0), np.uint8)
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Nothing to do."""
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Nothing to do."""
+
+
 class RowMajor:
     """A tensor ``[size, width]``: a row a cell."""
 

@@ -9,8 +9,7 @@ from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
-from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.backends.ggml.model_memory import GgmlMemory, why_no_kernel
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.backends.operations import Forward
 from kvcellar.memory import MemorySpec
@@ -40,10 +39,9 @@ class GgmlModelFile:
         self, spec: MemorySpec, forward: Forward[int], *, kernel: bool = False
     ) -> OpenMemory:
         """Stores and the graphs over them; see ``ModelFile.open_memory``."""
-        (group,) = spec.groups
-        store = GgmlStore(group, self._backend)
-        ours = AttentionKernel(group, self._backend.n_threads) if kernel else None
-        return OpenMemory((store,), None, GgmlExecutor(self._backend, store, forward, ours))
+        memory = GgmlMemory.open(spec, self._backend, kernel=kernel)
+        executor = GgmlExecutor(self._backend, memory, forward)
+        return OpenMemory(memory.groups, memory.states, executor)
 
     def close(self) -> None:
         """Stop the threads and unmap the file; closing twice is fine."""

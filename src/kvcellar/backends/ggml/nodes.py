@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.backends.ggml.binding import HINT_HADAMARD, ROPE_MODES, Ggml
+from kvcellar.backends.ggml.binding import HINT_HADAMARD, ROPE_MODES, TYPE_F32, Ggml
 from kvcellar.backends.ggml.constants import Constants
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.types import RopeSpec
@@ -20,6 +20,27 @@ class Nodes:
         """The node that a function of ggml makes of these arguments."""
         node: int = getattr(self._api, function)(self._context, *args)
         return node
+
+    def ne(self, x: int) -> tuple[int, ...]:
+        """Sizes of a tensor's axes, innermost first."""
+        return tuple(tensor_at(x).ne)
+
+    def dense(self, x: int) -> int:
+        """x, copied if its values do not lie side by side, as those of a view may not."""
+        return x if self._api.ggml_is_contiguous(x) else self.add("ggml_cont", x)
+
+    def even(self, x: int) -> int:
+        """x, copied unless its rows are equally far apart."""
+        return x if self._api.ggml_is_contiguous_1(x) else self.add("ggml_cont", x)
+
+    def f32(self, x: int) -> int:
+        """A weight as f32, for functions of ggml that take no other type."""
+        return x if tensor_at(x).type == TYPE_F32 else self.add("ggml_cast", x, TYPE_F32)
+
+    def softcap(self, x: int, cap: float, scale: float = 1.0) -> int:
+        """``cap * tanh(scale * x / cap)``."""
+        inner = self.add("ggml_scale", self.dense(x), scale / cap)
+        return self.add("ggml_scale", self.add("ggml_tanh", inner), cap)
 
     def rope(self, x: int, positions: int, spec: RopeSpec, attn_factor: float) -> int:
         """Rotate ``[n, n_head, d]`` by positions ``[n]``, and multiply by YaRN's magnitude."""
@@ -46,8 +67,8 @@ class Nodes:
         """
         if size == 0:
             return x
-        d, n_head, n = tensor_at(x).ne[:3]
-        runs = self.add("ggml_reshape_2d", x, size, d * n_head * n // size)
+        d, n_head, n = self.ne(x)[:3]
+        runs = self.add("ggml_reshape_2d", self.dense(x), size, d * n_head * n // size)
         mixed = self.add("ggml_mul_mat", self._constants.hadamard(size), runs)
         self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
         return self.add("ggml_reshape_3d", mixed, d, n_head, n)

@@ -1,7 +1,8 @@
 """K and V rows in ggml buffers: two tensors a layer, one allocation a buffer type.
 
 K of layer i is ``[size, n_embd_k]``, a row a cell; V likewise with flash attention, else it lies
-across, ``[n_embd_v, size]``. Rows are read and written through NumPy views.
+across, ``[n_embd_v, size]``; a layer whose V is part of its K has none. Rows are read and written
+through NumPy views.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class GgmlStore:
 
     @property
     def v(self) -> list[int]:
-        """Address of each layer's V tensor, ``[size, n_embd_v]`` or ``[n_embd_v, size]``."""
+        """Address of each layer's V tensor, as K or ``[n_embd_v, size]``; 0 where V is in K."""
         return self._buffers.v
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
@@ -142,5 +143,6 @@ class GgmlStore:
 
 
 def _check_across(spec: CacheSpec) -> None:
-    if spec.v_trans and len({layer.n_embd_v for layer in spec.layers}) > 1:
+    widths = {layer.n_embd_v for layer in spec.layers if layer.v_offset is None}
+    if spec.v_trans and len(widths) > 1:
         raise OptionError("flash_attn=False: V rows of layers differ in size; use flash_attn=True")

@@ -47,9 +47,9 @@ class GgmlWeights:
             raise UnsupportedModel(f"tensor {name} has type {info.type_name}, which has no product")
         return self._tensor(info)
 
-    def vector(self, name: str, n: int) -> int:
-        """A norm or bias of n f32 values; see ``Weights.vector``."""
-        return self._tensor(self._f32(name, n))
+    def vector(self, name: str, *shape: int) -> int:
+        """A norm, bias or the like, of f32 values; see ``Weights.vector``."""
+        return self._tensor(self._f32(name, *shape))
 
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """The numbers of a small f32 tensor; see ``Weights.values``."""
@@ -89,8 +89,8 @@ class GgmlWeights:
             raise ModelFileError(f"tensor {name} has shape {info.shape}, expected {shape}")
         return info
 
-    def _f32(self, name: str, n: int) -> TensorInfo:
-        info = self._info(name, (n,))
+    def _f32(self, name: str, *shape: int) -> TensorInfo:
+        info = self._info(name, shape)
         if info.ggml_type != TYPE_F32:
             raise UnsupportedModel(f"tensor {name} has type {info.type_name}, expected f32")
         return info

@@ -32,8 +32,8 @@ def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
     """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
     n, width = rows.shape
     source = np.ascontiguousarray(rows, dtype=np.float32)
-    if n == 0:
-        return np.empty((0, kind.row_bytes(width)), np.uint8)
+    if source.size == 0:
+        return np.empty((n, kind.row_bytes(width)), np.uint8)
     with np.errstate(all="ignore"):  # what is too large becomes infinite, as in ggml
         stored: AnyArray = source
         if kind is KVType.F16:
@@ -49,8 +49,8 @@ def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
     """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
     n, n_bytes = rows.shape
     source = np.ascontiguousarray(rows)
-    if n == 0:
-        return np.empty((0, n_bytes // kind.block_bytes * kind.block_size), np.float32)
+    if source.size == 0:
+        return np.empty((n, n_bytes // kind.block_bytes * kind.block_size), np.float32)
     if kind is KVType.F32:
         return np.array(source.view(np.float32))
     if kind is KVType.F16:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.numpy.gguf import GgufTensors
 from kvcellar.backends.numpy.ops import NumpyExecutor
+from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.numpy.weights import NumpyWeights
 from kvcellar.backends.operations import Forward
@@ -41,7 +42,8 @@ class NumpyModelFile:
     ) -> OpenMemory:
         """Stores and what computes over them; see ``ModelFile.open_memory``."""
         groups = tuple(NumpyStore(group) for group in spec.groups)
-        return OpenMemory(groups, None, NumpyExecutor(spec, groups, forward))
+        states = None if spec.states is None else NumpyStateStore(spec.states)
+        return OpenMemory(groups, states, NumpyExecutor(spec, groups, forward, states))
 
     def close(self) -> None:
         """Let go of the arrays and the file; closing twice is fine."""

@@ -32,13 +32,13 @@ class NumpyWeights:
             self._arrays[name] = self._file.numbers(name)
         return self._arrays[name].reshape(shape)
 
-    def vector(self, name: str, n: int) -> Float32Array:
-        """A norm or bias of n f32 values; see ``Weights.vector``."""
-        self._check(name, (n,))
+    def vector(self, name: str, *shape: int) -> Float32Array:
+        """A norm, bias or the like, of f32 values; see ``Weights.vector``."""
+        self._check(name, shape)
         kind = self._file.type_name(name)
         if kind != "f32":
             raise UnsupportedModel(f"tensor {name} has type {kind}, expected f32")
-        return self.matrix(name, n)
+        return self.matrix(name, *shape)
 
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """The numbers of a small f32 tensor; see ``Weights.values``."""

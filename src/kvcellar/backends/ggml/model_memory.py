@@ -1,0 +1,81 @@
+"""All that one context keeps in ggml buffers, and where each layer of the model finds its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.kernel import attention
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel
+from kvcellar.backends.ggml.states import GgmlStateStore
+from kvcellar.backends.ggml.store import GgmlStore
+from kvcellar.memory import LayerPlace, MemorySpec
+from kvcellar.types import CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlMemory:
+    """K and V of each group of layers, states, and what attends over lists in each group.
+
+    Attributes:
+        groups: K and V.
+        states: of recurrent layers, where there are any.
+        places: where each layer of the model keeps what it keeps.
+        kernels: of each group; None where tokens attend through masks alone.
+    """
+
+    groups: tuple[GgmlStore, ...]
+    states: GgmlStateStore | None
+    places: tuple[LayerPlace, ...]
+    kernels: tuple[AttentionKernel | None, ...]
+
+    @classmethod
+    def open(cls, spec: MemorySpec, backend: GgmlBackend, *, kernel: bool = False) -> GgmlMemory:
+        """New buffers of that shape.
+
+        Args:
+            spec: the shape.
+            backend: what rotates K rows and computes.
+            kernel: whether few tokens attend over lists in the groups where that is possible.
+
+        Raises:
+            OptionError: types that do not fit the shape.
+            AllocationError: a buffer cannot be had; nothing is left behind.
+        """
+        groups: list[GgmlStore] = []
+        try:
+            for group in spec.groups:
+                groups.append(GgmlStore(group, backend))  # noqa: PERF401 - those before are closed
+            states = None if spec.states is None else GgmlStateStore(spec.states)
+        except BaseException:
+            for store in groups:
+                store.close()
+            raise
+        kernels = (_kernel(group, backend) if kernel else None for group in spec.groups)
+        return cls(tuple(groups), states, spec.places, tuple(kernels))
+
+    @classmethod
+    def single(cls, store: GgmlStore, kernel: AttentionKernel | None = None) -> GgmlMemory:
+        """That of a model all of whose layers attend alike."""
+        return cls((store,), None, MemorySpec.single(store.spec).places, (kernel,))
+
+    @property
+    def specs(self) -> tuple[CacheSpec, ...]:
+        """The shape of each group."""
+        return tuple(store.spec for store in self.groups)
+
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """Changes when tensors move: graphs that point at them are void then."""
+        return tuple(store.generation for store in self.groups)
+
+
+def why_no_kernel(spec: CacheSpec) -> str | None:
+    """Why few tokens of a group cannot attend over lists; None if they can."""
+    if any(layer.v_offset is not None and layer.n_head_kv > 1 for layer in spec.layers):
+        return "V of several heads is part of K"
+    return attention.why_no_kernel(spec)
+
+
+def _kernel(spec: CacheSpec, backend: GgmlBackend) -> AttentionKernel | None:
+    return None if why_no_kernel(spec) else AttentionKernel(spec, backend.n_threads)

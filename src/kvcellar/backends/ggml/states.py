@@ -1,0 +1,125 @@
+"""Recurrent states in one ggml buffer: up to two f32 tensors a layer, a row a state.
+
+A layer's convolution keeps its last inputs ``[d, k - 1]``, a channel after the other and the
+oldest input first; its recurrent state is ``[n_head, d, d_state]``. The row behind the last is a
+state of zeros, from which new sequences start: nothing ever writes it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
+from kvcellar.backends.ggml.buffers import BufferType, HostBufferType
+from kvcellar.backends.ggml.library import load
+from kvcellar.backends.ggml.memory import array_at
+from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.memory import check_available
+from kvcellar.errors import AllocationError
+from kvcellar.memory import StateSpec
+from kvcellar.types import Float32Array, Int64Array
+
+BUFFER = "the state buffer"
+_log = logging.getLogger(__name__)
+
+
+class GgmlStateStore:
+    """A :class:`~kvcellar.backends.base.StateStore` in memory that ggml allocates.
+
+    Attributes:
+        spec: the shape.
+        conv: address of each layer's tensor ``[n_rows + 1, n_conv]``, 0 where it has none.
+        ssm: address of each layer's tensor ``[n_rows + 1, n_ssm]``, 0 where it has none.
+
+    Raises:
+        AllocationError: the buffer cannot be had; nothing is left behind.
+    """
+
+    _context: int | None = None
+    _buffer: int | None = None
+
+    def __init__(self, spec: StateSpec, buffer_type: BufferType | None = None) -> None:
+        self.spec = spec
+        self._api = load().api
+        self.conv: list[int] = []
+        self.ssm: list[int] = []
+        self._parts: list[Float32Array] = []  # in the order of a state's values
+        n_bytes = (spec.n_rows + 1) * spec.row_bytes
+        check_available(BUFFER, n_bytes)
+        try:
+            self._allocate(HostBufferType() if buffer_type is None else buffer_type, n_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, rows: Int64Array) -> Float32Array:
+        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
+        states = np.empty((len(rows), self.spec.row_bytes // 4), np.float32)
+        for part, piece in zip(self._parts, self._split(states), strict=True):
+            piece[:] = part[rows]
+        return states
+
+    def write(self, rows: Int64Array, states: Float32Array) -> None:
+        """Store states that :meth:`read` returned."""
+        for part, piece in zip(self._parts, self._split(states), strict=True):
+            part[rows] = piece
+
+    def wipe(self, rows: Int64Array) -> None:
+        """Zero the states in rows."""
+        for part in self._parts:
+            part[rows] = 0
+
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        for part in self._parts:
+            part[:] = 0
+
+    def close(self) -> None:
+        """Free the buffer; closing twice is fine."""
+        self._parts = []
+        if self._buffer is not None:
+            self._api.ggml_backend_buffer_free(self._buffer)
+        if self._context is not None:
+            self._api.ggml_free(self._context)
+        self._buffer = self._context = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _allocate(self, kind: BufferType, n_bytes: int) -> None:
+        size = (2 * len(self.spec.layers) + 1) * self._api.ggml_tensor_overhead()
+        self._context = self._api.ggml_init(InitParams(size, None, True))
+        for i, layer in enumerate(self.spec.layers):
+            self.conv.append(self._declare(f"cache_r_l{i}", layer.n_conv))
+            self.ssm.append(self._declare(f"cache_s_l{i}", layer.n_ssm))
+        if n_bytes == 0:  # ggml takes a context without tensors for a failure
+            return
+        assert self._context is not None
+        self._buffer = kind.allocate(self._context)
+        if self._buffer is None:
+            raise AllocationError(f"{BUFFER} in {kind.name} memory", n_bytes)
+        pairs = zip(self.conv, self.ssm, strict=True)
+        self._parts = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
+        self.zero()
+        _log.info("%s state buffer: %.2f MiB", kind.name, n_bytes / 2**20)
+
+    def _declare(self, name: str, n: int) -> int:
+        """A tensor of n values a row; 0 for none."""
+        if n == 0:
+            return 0
+        n_rows = self.spec.n_rows + 1
+        tensor: int = self._api.ggml_new_tensor_2d(self._context, TYPE_F32, n, n_rows)
+        self._api.ggml_set_name(tensor, name.encode())
+        return tensor
+
+    def _split(self, states: Float32Array) -> list[Float32Array]:
+        """Views of the columns that belong to each part."""
+        ends = np.cumsum([part.shape[1] for part in self._parts])
+        return np.split(states, ends[:-1], axis=1) if self._parts else []
+
+
+def _rows(tensor: int) -> Float32Array:
+    struct = tensor_at(tensor)
+    return array_at(struct.data, np.float32, (struct.ne[1], struct.ne[0]))

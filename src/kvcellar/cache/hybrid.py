@@ -1,0 +1,253 @@
+"""A cache of several parts: K and V of some layers at full size, of others in a window, states.
+
+A verb is applied to all parts or to none, so they always know the same tokens of a sequence:
+
+* The part that can refuse is asked first, states before windows before what never refuses; where
+  two could, or where an error could come in the middle, it happens within a transaction.
+* A sequence reaches from the largest of its parts' smallest positions to the smallest of their
+  largest ones, as in newer llama.cpp.
+* All else that can be asked is answered by the part that knows the most: the widest group, or the
+  states if there is none.
+
+What a sequence knows is what a fresh decode of its tokens would give. So tokens cannot be removed
+from the middle of one whose state has absorbed them: ``seq_rm`` is False. Newer llama.cpp answers
+True and leaves the state alone (#17009), which then still knows what was removed. Who wants them
+gone goes back with ``rewind`` and decodes what followed again, as ``Sequence.remove`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from kvcellar.batch import Batch
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
+from kvcellar.cache.compound import CompoundJournal
+from kvcellar.cache.parts import Parts
+from kvcellar.cache.placement import CellPart, Placement, micro_batch
+from kvcellar.cache.transaction import Remember
+from kvcellar.cache.undoable import Undoable
+from kvcellar.errors import CacheError, NotSupported
+from kvcellar.plan import MicroBatch, split_equal, split_simple
+
+
+class HybridCache(Parts):
+    """Several caches under one roof. Implements :class:`kvcellar.cache.base.Cache`.
+
+    Args:
+        groups: caches of K and V, the widest first.
+        states: the cache of recurrent states, where there is one.
+
+    Raises:
+        OptionError: there is no part.
+    """
+
+    def __init__(self, groups: Sequence[CellCache], states: StateCache | None = None) -> None:
+        super().__init__(groups, states)
+        self._growing = [part for part in self.groups if part.spec.size == self._primary.spec.size]
+        self._asked = tuple(reversed(self.parts))  # those that can refuse come first
+        self._n_choosy = sum(type(part) is not AttentionCache for part in self.parts)
+        self._open: Placement | None = None
+        self._journal = CompoundJournal(self, self.parts)
+
+    # -- llama.cpp's verbs
+
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence (-1: every one) from the range; False if a part cannot."""
+        self._require_idle()
+        if self._n_choosy < 2 or (p0 <= 0 and p1 < 0):
+            return all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
+        with self._journal.begin(watched=False) as attempt:
+            done = all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
+            if not done:
+                attempt.rollback()
+        return done
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let dst share what src holds in the range.
+
+        If that is all of it, dst holds nothing else afterwards: a state cannot be added to.
+
+        Raises:
+            NotSupported: a part of what src holds, but not every part of the cache has it token by
+                token; share all of it, then ``rewind`` dst.
+        """
+        self._require_idle()
+        first, end = self._primary.seq_pos_min(src), self._primary.seq_pos_max(src)
+        if p0 <= max(first, 0) and (p1 < 0 or p1 > end):
+            for part in self._asked:
+                part.seq_cp(src, dst, -1, -1)
+            return
+        if not self._knows_each_token(src) or not self._knows_each_token(dst):
+            raise NotSupported(
+                f"seq_cp of positions {p0} to {p1} of sequence {src}, which reaches to {end}: "
+                "copy all of it (-1, -1), then rewind the copy"
+            )
+        self._on_all(dst, lambda part: part.seq_cp(src, dst, p0, p1))
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+        self._require_idle()
+        for part in self._asked:
+            part.seq_keep(seq_id)
+
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions in the range; what an error of one part leaves, no part has done.
+
+        Raises:
+            NotSupported: only some parts would move the end of the sequence, or tokens driven
+                below 0 would be forgotten by some parts only.
+            PositionError, ShiftUnsupported, CacheFull: as a part raises it.
+        """
+        self._require_idle()
+        self._on_all(seq_id, lambda part: part.seq_add(seq_id, p0, p1, delta))
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
+        self._require_idle()
+        self._on_all(seq_id, lambda part: part.seq_div(seq_id, p0, p1, d))
+
+    def clear(self, data: bool = True) -> None:
+        """Empty every part; ``data=False`` leaves the buffers as they are."""
+        self._require_idle()
+        for part in self.parts:
+            part.clear(data)
+
+    def defrag(self, max_moves: int | None = None) -> None:
+        """Ask for compaction at the next update, of at most ``max_moves`` runs of cells a part."""
+        self._require_idle()
+        with self._journal.begin(watched=False):
+            for part in self.parts:
+                part.defrag(max_moves)
+
+    def update(self) -> None:
+        """Apply what is pending, part by part."""
+        self._require_idle()
+        for part in self.parts:
+            part.update()
+
+    # -- beyond llama.cpp's
+
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on, and as much before it as some part has to give up."""
+        self._require_idle()
+        end = max(p0, 0)
+        while True:
+            # Going back in two steps ends where one would: what a step drops lies behind its end.
+            ends = [part.rewind(seq_id, end) for part in self._asked]
+            end = min(ends)
+            if max(ends) == end:
+                return end
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep what a sequence knows now, to go back to, in every part that needs that.
+
+        Returns:
+            False if no part does, or one has nothing to keep or no budget for it.
+        """
+        self._require_idle()
+        parts = [part for part in self.parts if isinstance(part, KeepsCheckpoints)]
+        return len(parts) > 0 and all(part.checkpoint(seq_id) for part in parts)
+
+    def transaction(self) -> Undoable:
+        """What happens to all parts from here on can be taken back."""
+        self._require_idle()
+        return self._journal.begin()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open."""
+        return bool(self._journal.open)
+
+    def watch(self, remember: Remember) -> None:
+        """Let transactions take back what belongs to the cache but lies outside of it."""
+        self._journal.watchers.append(remember)
+
+    def resize(self, size: int) -> None:
+        """Have so many cells in the widest group and in those as large; windows stay as they are.
+
+        Raises:
+            OptionError, CacheFull, AllocationError, CacheError: as of an
+                :class:`~kvcellar.cache.attention.AttentionCache`; nothing has changed.
+        """
+        self._require_idle()
+        old, done = self.spec.size, list[Cache]()
+        try:
+            for part in self._growing:
+                part.resize(size)
+                done.append(part)
+        except BaseException:
+            for resized in done:
+                resized.resize(old)
+            raise
+
+    def place(
+        self,
+        batch: Batch,
+        n_ubatch: int,
+        *,
+        n_vocab: int | None = None,
+        n_embd: int | None = None,
+        coupled: Coupled = "same",
+    ) -> Placement:
+        """Take what every microbatch of a batch needs of every part, or raise and take nothing.
+
+        Arguments and errors are those of ``AttentionCache.place``. With states, microbatches have
+        equally many tokens of each of their sequences, whose positions have to follow on.
+        """
+        self._require_idle()
+        batch.check_model(n_vocab, n_embd)
+        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
+        for part in self.parts:
+            part.check_rows(rows, coupled)
+        if self.states is None:
+            pieces = split_simple(len(rows), n_ubatch)
+        else:
+            pieces = split_equal(rows.owners, n_ubatch)
+        self._open = self._take([micro_batch(rows, piece) for piece in pieces])
+        return self._open
+
+    # -- what transactions need to know
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a batch has been placed and neither committed nor released."""
+        return self._open is not None and self._open.is_open
+
+    def abandon(self) -> None:
+        """Release what a batch that is being decoded took."""
+        if self._open is not None:
+            self._open.release()
+
+    # -- steps
+
+    def _require_idle(self) -> None:
+        if self.is_decoding:
+            raise CacheError("a batch is being decoded: commit or release its placement first")
+        self._open = None
+
+    def _take(self, micros: Sequence[MicroBatch]) -> Placement:
+        with ExitStack() as stack:
+            groups: list[CellPart] = []
+            for group in self.groups:
+                part = group.take(micros)
+                stack.callback(part.release)
+                groups.append(part)
+            states = None if self.states is None else self.states.take(micros)
+            stack.pop_all()
+        return Placement(micros, groups, states)
+
+    def _on_all(self, seq_id: int, verb: Callable[[Cache], None]) -> None:
+        """Apply a verb to every part, or to none if one refuses or they would part ways."""
+        n_before = self._primary.seq_count(seq_id)
+        with self._journal.begin(watched=False):
+            for part in self._asked:
+                verb(part)
+            n_after = self._primary.seq_count(seq_id)
+            forgets = self.states is not None and 0 < n_after < n_before
+            if forgets or not self._agree(seq_id):
+                raise NotSupported(
+                    f"the parts of this cache would no longer agree about sequence {seq_id}: move "
+                    "its positions up to the end, and drive none of them below 0"
+                )

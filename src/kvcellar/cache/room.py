@@ -1,0 +1,210 @@
+"""Room for more tokens in a cache of a window: cells that left every window are used again.
+
+Free cells come first. Only when they run short are cells reused: those a transaction keeps for its
+rollback, then those that slid out of the window of every owner, the farthest behind first. What a
+sequence gives up is always its oldest: cells that others still need lose it as an owner, so that
+what is held of it stays dense.
+
+A cell at p has left a sequence that reaches q when ``p <= q - n_kept(window)``. The next token
+needs one cell less than that keeps: the last token can always be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcellar._cellsets import cell_count, cell_numbers
+from kvcellar._cellstate import SavedCells
+from kvcellar.backends.base import KVStore
+from kvcellar.cache.search import find_cells
+from kvcellar.cache.slid import Slid
+from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
+from kvcellar.cells import CellTable
+from kvcellar.errors import CacheFull, OptionError
+from kvcellar.plan import MicroBatch
+from kvcellar.types import Int32Array, Int64Array
+
+
+def n_kept(window: int) -> int:
+    """How many of its last tokens a sequence keeps: a window, and two for one to be taken back."""
+    return max(window, 2)
+
+
+def sliding_size(
+    window: int, n_seq_max: int, n_ubatch: int, padding: int = 1, n_ctx: int | None = None
+) -> int:
+    """How many cells a :class:`SlidingCache` needs for batches to find room always.
+
+    Args:
+        window: how many tokens a token attends to, itself included.
+        n_seq_max: for how many sequences.
+        n_ubatch: how many tokens are computed at once.
+        padding: the size is a multiple of it.
+        n_ctx: with so many cells nothing ever slides out; no more are needed.
+    """
+    sizes = {"window": window, "n_seq_max": n_seq_max, "n_ubatch": n_ubatch, "padding": padding}
+    for name, value in sizes.items():
+        if value < 1:
+            raise OptionError(f"{name} is {value}: it must be at least 1")
+    size = -(-(n_kept(window) * n_seq_max + n_ubatch) // padding) * padding
+    return size if n_ctx is None else min(size, n_ctx)
+
+
+class SavedRoom(NamedTuple):
+    """Who owned what, and what had slid out."""
+
+    cells: SavedCells
+    slid: list[Slid]
+
+
+class Room:
+    """Finds cells for tokens, and knows what each sequence gave up for that.
+
+    Attributes:
+        table: who owns which cell.
+        store: the rows.
+        parts: which rows of a cell there are, by layer and part.
+        slid: of each sequence, what it holds no more.
+    """
+
+    def __init__(self, table: CellTable, store: KVStore, journal: Journal, window: int) -> None:
+        self.table = table
+        self.store = store
+        rotated, others = stored_parts(store)
+        self.parts = (*rotated, *others)
+        self.slid = [Slid() for _ in range(table.n_seq_max)]
+        self._journal = journal
+        self._n_kept = n_kept(window)
+
+    def take(self, n: int, kept: KeptRows | None = None) -> Int64Array:
+        """Cells that n tokens may fill, in the order in which the tokens take them.
+
+        Args:
+            n: how many.
+            kept: keeps the rows of what is given up, as open transactions do; None: nobody is
+                going to fill the cells.
+
+        Raises:
+            CacheFull: there are not so many; nothing has changed.
+            AllocationError: no memory for what is kept; :meth:`load` what was saved.
+        """
+        table = self.table
+        if (lack := n - table.n_free()) > 0:
+            spare = self._spare()[:lack]
+            left = self._left_behind()
+            if len(spare) + len(left) < lack:
+                raise CacheFull(n, n - lack + len(spare) + len(left))
+            freed = np.concatenate((spare, self._give_up(left[: lack - len(spare)])))
+            if kept is not None:
+                kept.keep(freed)
+                self._journal.before_reuse(freed)
+            elif table.reserved is not None:
+                table.reserved[freed] = False
+        return find_cells(table, n)
+
+    def n_free(self) -> int:
+        """How many tokens find room at once."""
+        return self.table.n_free() + len(self._spare()) + len(self._left_behind())
+
+    def give_up(self, n: int) -> None:
+        """Let go of n cells that slid out, or of as many as there are."""
+        self._give_up(self._left_behind()[:n])
+
+    def put(self, micro: MicroBatch, cells: Int64Array) -> None:
+        """Let a microbatch have these cells."""
+        self.table.place(cells, micro.positions, micro.owners, micro.tokens)
+        self.table.head = (int(cells[-1]) + 1) % self.table.size
+
+    def require(self, micros: Sequence[MicroBatch]) -> None:
+        """Raise CacheFull unless microbatches find room one after the other; changes nothing."""
+        n = sum(micro.n_tokens for micro in micros)
+        if n <= self.table.n_free():
+            return
+        if len(micros) > 1:
+            self.rehearse(micros)
+        elif n > (free := self.n_free()):
+            raise CacheFull(n, free)
+
+    def rehearse(self, micros: Sequence[MicroBatch]) -> list[Int64Array]:
+        """The cells that microbatches, one after the other, are going to have.
+
+        Raises:
+            CacheFull: one of them would find no room.
+        """
+        found = []
+        with self._as_it_was():
+            for micro in micros:
+                found.append(self.take(micro.n_tokens))
+                self.put(micro, found[-1])
+        return found
+
+    def save(self) -> SavedRoom:
+        """What :meth:`load` puts back."""
+        return SavedRoom(self.table.save(), list(self.slid))
+
+    def load(self, saved: SavedRoom) -> None:
+        """Let cells and sequences be as when they were saved."""
+        self.table.load(saved.cells)
+        self.slid[:] = saved.slid
+
+    def kept_rows(self) -> KeptRows:
+        """Something to keep rows in, of the cells that are held now."""
+        return KeptRows(self.store, self.table.positions >= 0, self.parts)
+
+    # -- steps
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        table, saved, reserved = self.table, self.save(), self.table.reserved
+        table.reserved = None if reserved is None else reserved.copy()
+        try:
+            yield
+        finally:
+            table.reserved = reserved
+            self.load(saved)
+
+    def _spare(self) -> Int64Array:
+        """Free cells that may not be filled before a transaction has kept their rows."""
+        if self.table.reserved is None:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self.table.reserved & (self.table.positions < 0))
+
+    def _left_behind(self) -> Int64Array:
+        """The cells that have left every window, the farthest behind first."""
+        table, top = self.table, self.table.cell_max()
+        behind: Int32Array = np.full(top, np.iinfo(np.int32).max, np.int32)
+        for seq in range(table.n_seq_max):
+            if (last := table.seq_pos_max(seq)) >= 0:
+                cells = table.select(seq)
+                left = last - self._n_kept - table.positions[cells]
+                behind[cells] = np.minimum(behind[cells], left)
+        behind[table.positions[:top] < 0] = -1
+        left_all = np.flatnonzero(behind >= 0)
+        return left_all[np.argsort(-behind[left_all], kind="stable")]
+
+    def _give_up(self, chosen: Int64Array) -> Int64Array:
+        """Free cells and whatever their owners hold that is older; returns all that became free."""
+        table = self.table
+        was_held = table.positions >= 0
+        is_chosen = np.zeros(table.size, np.bool_)
+        is_chosen[chosen] = True
+        for seq in range(table.n_seq_max):
+            mine = cell_numbers(table.select(seq))
+            lost = mine[is_chosen[mine]]
+            if len(lost):
+                self._forget(seq, int(table.positions[lost].max()) + 1)
+        return np.flatnonzero(was_held & (table.positions < 0))
+
+    def _forget(self, seq: int, end: int) -> None:
+        table = self.table
+        cells = table.select(seq, 0, end)
+        numbers = cell_numbers(cells)
+        numbers = numbers[np.argsort(table.positions[numbers], kind="stable")]
+        if cell_count(cells):
+            at, tokens = table.positions[numbers], table.tokens[numbers]
+            self.slid[seq] = self.slid[seq].grown(at, tokens)
+            table.disown(seq, cells)

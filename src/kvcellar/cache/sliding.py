@@ -1,0 +1,293 @@
+"""The cache of layers that attend to a window: cells that left it are used again.
+
+An :class:`AttentionCache` of fewer cells. What a token sees is the same, so decoding gives what a
+cache of full size gives (that one, with ``spec.window`` set, is llama.cpp's ``swa_full``). What
+slid out cannot be had again, and no verb leaves a sequence without the window before its next
+token: it would be computed with a hole that nobody notices.
+
+* ``seq_rm`` returns False and changes nothing if that would happen. From the middle of a sequence
+  it removes only what leaves the next token its window when the rest has moved up. A tail also
+  goes if a checkpoint reaches back to where it began; ``rewind`` goes back to an earlier one.
+* ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
+* The last token of a sequence can always be removed and decoded again.
+* ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
+  :meth:`SlidingCache.seq_slid` tells what slid out. ``seq_pos_max`` is that of the whole sequence.
+
+With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
+positions, which ``seq_div`` makes, take cells beyond that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar._cellsets import clamp_range
+from kvcellar.backends.base import KVStore
+from kvcellar.batch import Rows
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Coupled
+from kvcellar.cache.placement import CellPart, check_coupled
+from kvcellar.cache.room import Room, n_kept, sliding_size
+from kvcellar.cache.slid import Move, Positions, Slid, closed, is_whole, within
+from kvcellar.cache.sliding_placement import SlidingPlacement
+from kvcellar.cache.transaction import Undo
+from kvcellar.cache.window_checkpoints import CheckpointBudget, WindowCheckpoints
+from kvcellar.cache.window_keeper import WindowKeeper
+from kvcellar.errors import CacheError, InvariantError, OptionError
+from kvcellar.plan import MicroBatch
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
+
+__all__ = ["SlidingCache", "sliding_size"]
+
+
+class SlidingCache(AttentionCache):
+    """Every verb of :class:`AttentionCache`, over cells that are used again.
+
+    Args:
+        spec: the shape; all layers have the same window, which is not 0.
+        store: the K and V rows of as many cells.
+        defrag_threshold: as for :class:`AttentionCache`.
+        checkpoints: what may be kept to go back behind the window. One is made for each sequence
+            of which a batch decodes several tokens (a prompt), and by :meth:`checkpoint`.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        store: KVStore,
+        *,
+        defrag_threshold: float | None = None,
+        checkpoints: CheckpointBudget | None = None,
+    ) -> None:
+        windows = sorted({layer.window for layer in spec.layers})
+        if len(windows) != 1 or windows[0] < 1:
+            raise OptionError(
+                f"the layers have windows {windows}: a sliding cache needs one of at least 1 for "
+                "all; layers that see everything (window 0) belong into an AttentionCache"
+            )
+        super().__init__(spec, store, defrag_threshold=defrag_threshold)
+        self._window = windows[0]
+        self._room = Room(self.table, store, self._upkeep.journal, self._window)
+        self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
+        self._keeper = WindowKeeper(self._checkpoints, self._room, self._upkeep, self._window)
+        self.watch(self._remember)
+
+    # -- questions
+
+    def n_free(self) -> int:
+        """How many more tokens fit; if there are cells beyond the windows, any number does."""
+        if self.spec.size > n_kept(self._window) * self.spec.n_seq_max:
+            return MAX_POSITION
+        return self._room.n_free()
+
+    def seq_slid(self, seq_id: int) -> Int32Array:
+        """The ids of a sequence's tokens that slid out, in the order of their positions."""
+        return self._room.slid[self.table.checked(seq_id)].tokens
+
+    def seq_slid_positions(self, seq_id: int) -> Int32Array:
+        """Where they stood, ascending; edits of the sequence move them too."""
+        return self._room.slid[self.table.checked(seq_id)].positions
+
+    def checkpoints(self, seq_id: int) -> tuple[int, ...]:
+        """The positions that a sequence can go back to, ascending, beside those in its window."""
+        return tuple(one.end for one in self._checkpoints.of(self.table.checked(seq_id)))
+
+    def check(self) -> None:
+        """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
+        super().check()
+        for seq, slid in enumerate(self._room.slid):
+            if not is_whole(slid.positions, self.seq_positions(seq), self._window):
+                raise InvariantError(f"sequence {seq} lacks a part of its window")
+
+    # -- llama.cpp's verbs
+
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence (-1: every one, without looking at checkpoints) from the range.
+
+        Returns:
+            False if a window could not be filled any more; nothing has changed.
+        """
+        self._require_idle()
+        lo, hi = clamp_range(p0, p1)
+        everyone = range(self.table.n_seq_max)
+        seqs = everyone if seq_id == -1 else [self.table.checked(seq_id)]
+        if hi <= lo:
+            return True
+        if all(self._can_lose(seq, lo, hi) for seq in seqs):
+            self._remove(seq_id, lo, hi)
+            return True
+        if seq_id == -1 or hi <= self.seq_pos_max(seq_id):
+            return False
+        found = self._checkpoints.reaching(seq_id, lo, self._window)
+        if found is None or not self._keeper.restore(seq_id, found, lo):
+            return False
+        self._checkpoints.cut(seq_id, lo)
+        return True
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let dst share src's cells in the range, and checkpoints that lie in it.
+
+        Raises:
+            CacheError: dst would lack the window before its next token; nothing has changed.
+        """
+        self._require_idle()
+        a, b = self.table.checked(src), self.table.checked(dst)
+        lo, hi = clamp_range(p0, p1)
+        if a != b and lo < hi:
+            slid = self._room.slid[b].outside(lo, hi).joined(self._room.slid[a].inside(lo, hi))
+            mine, theirs = self.seq_positions(b), self.seq_positions(a)
+            held = np.concatenate((mine[~within(mine, lo, hi)], theirs[within(theirs, lo, hi)]))
+            self._require_whole("seq_cp", b, slid, held)
+            self._room.slid[b] = slid
+            self._checkpoints.share(a, b, lo, hi)
+        self.table.seq_cp(a, b, lo, hi)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+        super().seq_keep(seq_id)
+        self._forget(*(seq for seq in range(self.table.n_seq_max) if seq != seq_id))
+
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions in the range, those of what slid out too; drops the checkpoints.
+
+        Raises:
+            CacheError: the sequence would lack the window before its next token.
+            PositionError, ShiftUnsupported, CacheFull, NotSupported: as for an AttentionCache;
+                copies of shared cells take free cells only.
+        """
+        lo, hi = clamp_range(p0, p1)
+        slid = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
+        super().seq_add(seq_id, p0, p1, delta)
+        self._take_over(seq_id, slid)
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide positions in the range, those of what slid out too; as :meth:`seq_add`."""
+        lo, hi = clamp_range(p0, p1)
+        slid = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
+        super().seq_div(seq_id, p0, p1, d)
+        self._take_over(seq_id, slid)
+
+    def clear(self, data: bool = True) -> None:
+        """Empty the cache; ``data=False`` leaves the buffers as they are."""
+        super().clear(data)
+        self._forget(*range(self.table.n_seq_max))
+
+    # -- beyond llama.cpp's
+
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on; from an earlier position if its window is gone.
+
+        Returns:
+            Where to decode on: p0, or what follows the last position if that is lower; else the
+            end of the last checkpoint before p0; else 0, the sequence being empty.
+        """
+        p0 = max(p0, 0)
+        if self.seq_rm(seq_id, p0, -1):
+            return min(p0, self.seq_pos_max(seq_id) + 1)
+        found = self._checkpoints.before(seq_id, p0)
+        if found is not None and self._keeper.restore(seq_id, found, found.end):
+            self._checkpoints.cut(seq_id, found.end)
+            return found.end
+        self._remove(seq_id, 0, MAX_POSITION)
+        return 0
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep a copy of a sequence's window, to go back to where it ends now.
+
+        Returns:
+            False if there is nothing to keep, or no budget for it.
+        """
+        self._require_idle()
+        seq = self.table.checked(seq_id)
+        if len(self.table.pending_cells()):
+            self.update()
+        return self._keeper.make(seq)
+
+    def resize(self, size: int) -> None:
+        """Have so many cells; what slid out goes first if not everything would fit."""
+        self._require_idle()
+        saved = self._room.save()
+        try:
+            if 0 < size < self.used and not self.in_transaction:
+                self._room.give_up(self.used - size)
+            super().resize(size)
+        except BaseException:
+            self._room.load(saved)
+            raise
+
+    # -- as a part of a cache of several kinds
+
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a batch may not be decoded; whether it finds room is for :meth:`take` to say."""
+        self._require_idle()
+        if coupled == "same":
+            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
+
+    def take(self, micros: Sequence[MicroBatch]) -> CellPart:
+        """Take cells for microbatches that were checked; what is pending is applied first.
+
+        Raises:
+            CacheFull: they do not all find room; nothing has changed.
+        """
+        self._room.require(micros)
+        self.update()
+        self._open = SlidingPlacement(
+            self._room, self.spec, micros, self._upkeep, self._keeper.committed
+        )
+        return self._open
+
+    # -- steps
+
+    def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
+        """Whether a sequence stays whole without the range, what is behind it moving up."""
+        slid, held = self._room.slid[seq].positions, self.seq_positions(seq)
+        shift = hi - lo if len(held) and hi <= int(held[-1]) else 0
+        return is_whole(closed(slid, lo, hi, shift), closed(held, lo, hi, shift), self._window)
+
+    def _remove(self, seq_id: int, lo: int, hi: int) -> None:
+        self.table.seq_rm(seq_id, lo, hi)
+        for seq in range(self.table.n_seq_max) if seq_id == -1 else [seq_id]:
+            self._room.slid[seq] = self._room.slid[seq].outside(lo, hi)
+            self._checkpoints.cut(seq, lo)
+
+    def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> Slid | None:
+        """What slid out of a sequence, moved; None if nothing moves at all."""
+        self._require_idle()
+        seq = self.table.checked(seq_id)
+        slid, held = self._room.slid[seq], self.seq_positions(seq).astype(np.int64)
+        new = np.where(within(held, lo, hi), move(held), held)
+        moved = slid.moved(lo, hi, move)
+        if moved is slid and bool((new == held).all()):
+            return None
+        self._require_whole(verb, seq, moved, new[new >= 0])
+        return moved
+
+    def _take_over(self, seq_id: int, slid: Slid | None) -> None:
+        if slid is not None:
+            self._room.slid[seq_id] = slid
+            self._checkpoints.cut(seq_id, 0)
+
+    def _require_whole(self, verb: str, seq: int, slid: Slid, held: Positions) -> None:
+        if not is_whole(slid.positions, held, self._window):
+            end = int(held.max()) + 1 if len(held) else 0
+            raise CacheError(
+                f"{verb} would leave sequence {seq} to go on at {end} without the {self._window} "
+                "positions before it, which slid out: decode those tokens again, or keep all"
+            )
+
+    def _forget(self, *seqs: int) -> None:
+        for seq in seqs:
+            self._room.slid[seq] = Slid()
+            self._checkpoints.cut(seq, 0)
+
+    def _remember(self) -> Undo:
+        slid, checkpoints = list(self._room.slid), self._checkpoints.save()
+
+        def undo() -> None:
+            self._room.slid[:] = slid
+            self._checkpoints.load(checkpoints)
+
+        return undo

@@ -1,0 +1,131 @@
+"""Copies of a window's rows in host memory, so that a sequence can go back to where it slid from.
+
+What lies behind the window is gone from the cache, but to go on from position p only the window
+before p is needed. A checkpoint holds that: the last ``window`` tokens before its end, K rotated to
+their positions, and the ids of those before them. It belongs to a text, not to cells: sequences
+that were copied share it, whatever becomes of the cells.
+
+A sequence's checkpoints go with the text that they end in: when it is removed from before their
+end, when its positions move, when it is replaced. Beyond the budget the oldest goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcellar.cache.slid import Slid, is_whole
+from kvcellar.errors import OptionError
+from kvcellar.types import ByteArray, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBudget:
+    """How many checkpoints a cache may keep, and in how many bytes; 0 of either: none at all."""
+
+    n_max: int = 8
+    max_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        for name, value in (("n_max", self.n_max), ("max_bytes", self.max_bytes)):
+            if value < 0:
+                raise OptionError(f"{name} is {value}: 0 for no checkpoints, or more")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowCheckpoint:
+    """The end of a text: its last tokens with their rows, and what had slid out before them."""
+
+    positions: Int32Array  # ascending, at least one
+    tokens: Int32Array
+    rows: tuple[ByteArray, ...]  # of each layer and part, as stored
+    slid: Slid
+    serial: int  # the later it was made, the larger
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return int(self.positions[-1]) + 1
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(rows.nbytes for rows in self.rows)
+
+    def reaches(self, p0: int, window: int) -> bool:
+        """Whether a sequence can be decoded from p0 on with what this holds before it."""
+        held = self.positions[self.positions < p0]
+        return p0 <= self.end and len(held) > 0 and is_whole(self.slid.positions, held, window)
+
+
+class WindowCheckpoints:
+    """The checkpoints of each sequence, none of them more than the budget allows."""
+
+    def __init__(self, n_seq_max: int, budget: CheckpointBudget) -> None:
+        self.budget = budget
+        self._of: list[tuple[WindowCheckpoint, ...]] = [()] * n_seq_max
+        self._made = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there may be any."""
+        return self.budget.n_max > 0 and self.budget.max_bytes > 0
+
+    def of(self, seq: int) -> tuple[WindowCheckpoint, ...]:
+        """Those of a sequence, by their ends."""
+        return self._of[seq]
+
+    def add(
+        self,
+        seq: int,
+        positions: Int32Array,
+        tokens: Int32Array,
+        rows: tuple[ByteArray, ...],
+        slid: Slid,
+    ) -> bool:
+        """Keep one more, in place of one with the same end; False if it alone is too large."""
+        new = WindowCheckpoint(positions, tokens, rows, slid, self._made)
+        if not self.wanted or new.n_bytes > self.budget.max_bytes:
+            return False
+        self._made += 1
+        others = [old for old in self._of[seq] if old.end != new.end]
+        self._of[seq] = tuple(sorted([*others, new], key=lambda one: one.end))
+        self._shrink()
+        return True
+
+    def reaching(self, seq: int, p0: int, window: int) -> WindowCheckpoint | None:
+        """One from which a sequence can be decoded from p0 on."""
+        return next((one for one in self._of[seq] if one.reaches(p0, window)), None)
+
+    def before(self, seq: int, p0: int) -> WindowCheckpoint | None:
+        """The last that ends at or before p0."""
+        return next((one for one in reversed(self._of[seq]) if one.end <= p0), None)
+
+    def cut(self, seq: int, p0: int) -> None:
+        """Drop those that end behind p0."""
+        self._of[seq] = tuple(one for one in self._of[seq] if one.end <= p0)
+
+    def share(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """A sequence takes over the text of another in the range, in place of its own."""
+        self.cut(dst, p0)
+        if p0 == 0:
+            self._of[dst] = tuple(one for one in self._of[src] if one.end <= p1)
+
+    def save(self) -> list[tuple[WindowCheckpoint, ...]]:
+        """What :meth:`load` puts back."""
+        return list(self._of)
+
+    def load(self, saved: list[tuple[WindowCheckpoint, ...]]) -> None:
+        """Have the checkpoints that there were."""
+        self._of[:] = saved
+
+    def _shrink(self) -> None:
+        known = {one.serial: one for mine in self._of for one in mine}
+        while len(known) > self.budget.n_max or _bytes(known) > self.budget.max_bytes:
+            oldest = known.pop(min(known))
+            for seq, mine in enumerate(self._of):
+                self._of[seq] = tuple(one for one in mine if one is not oldest)
+
+
+def _bytes(checkpoints: Mapping[int, WindowCheckpoint]) -> int:
+    return sum(one.n_bytes for one in checkpoints.values())

@@ -1,0 +1,197 @@
+"""Reads one file: refuses sizes that contradict each other, builds the parts that families share.
+
+What a family has beside these parts it reads itself. Scales of products count where llama.cpp lets
+them count: in attention always, in the feed-forwards of llama and Qwen3 only (``scaled``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, Literal, TypeVar
+
+from kvcellar.backends.operations import Weights
+from kvcellar.errors import ModelFileError
+from kvcellar.models.attention import Attention, Fused, Projections, Separate
+from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import Dense, FeedForward, LayerNorm, Linear, Norm, RmsNorm
+from kvcellar.models.decoder import Block, Head, Mixer
+from kvcellar.models.hparams import HyperParams
+from kvcellar.models.rope import FACTORS, read_rope
+from kvcellar.models.unsupported import refuse_unknown_settings
+from kvcellar.types import LayerSpec, RopeSpec
+
+T = TypeVar("T")
+
+
+class Reader(Generic[T]):
+    """The hyper-parameters and tensors of a file.
+
+    Attributes:
+        hp: the hyper-parameters.
+        weights: the tensors.
+        embedding: the table of tokens.
+        layers: the numbers of the layers.
+
+    With ``all_attend=False``, layers may have no heads of K and V.
+
+    Raises:
+        UnsupportedModel: a tensor or hyper-parameter is absent, or one is there that we lack.
+        ModelFileError: sizes contradict each other.
+    """
+
+    def __init__(
+        self, metadata: Mapping[str, object], weights: Weights[T], *, all_attend: bool = True
+    ) -> None:
+        self.hp = HyperParams(metadata)
+        self.weights = weights
+        refuse_unknown_settings(self.hp)
+        self.n_vocab, self.n_embd = _embedding_shape(self.hp, weights)
+        self.embedding = weights.matrix("token_embd.weight", self.n_vocab, self.n_embd)
+        self.n_layer = _layer_count(self.hp, weights)
+        self.layers = range(self.n_layer)
+        default, least = (None, 1) if all_attend else (0, 0)
+        self.n_head = self.hp.per_layer(".attention.head_count", self.n_layer, default, least)
+        n_head = max(self.n_head)
+        self.n_head_kv = self.hp.per_layer(".attention.head_count_kv", self.n_layer, n_head, least)
+        _check_heads(self.n_head, self.n_head_kv)
+        head_dim = self.n_embd // max(n_head, 1)
+        self.head_dim_k = self.hp.size(".attention.key_length", head_dim)
+        self.head_dim_v = self.hp.size(".attention.value_length", head_dim)
+
+    # -- the ends
+
+    def spec(self, blocks: Sequence[Block[T]], n_positions: int | None = None) -> ModelSpec:
+        """The shape of a model of these blocks."""
+        return ModelSpec(
+            arch=self.hp.arch,
+            n_vocab=self.n_vocab,
+            n_embd=self.n_embd,
+            n_ctx_train=self.hp.size(".context_length"),
+            layers=tuple(block.mixer.memory for block in blocks),
+            n_positions=n_positions,
+        )
+
+    def head(self, norm: Norm[T] | None = None, softcap: float = 0.0) -> Head[T]:
+        """Norm (RMS if none is given) and output matrix, which may be the embedding's."""
+        name, n = "output", self.n_vocab
+        is_own = self.weights.has(f"{name}.weight")
+        output = Linear(
+            weight=self.weights.matrix(f"{name}.weight", n, self.n_embd)
+            if is_own
+            else self.embedding,
+            scale=self.optional(f"{name}.scale", 1),
+            bias=self.optional(f"{name}.bias", n),
+        )
+        return Head(norm or self.rms_norm("output_norm"), output, softcap)
+
+    # -- blocks
+
+    def block(self, i: int, mixer: Mixer[T], ffn: FeedForward[T]) -> Block[T]:
+        """Layer i of these two, each with an RMS norm before it."""
+        return Block(
+            mixer_norm=self.rms_norm(f"blk.{i}.attn_norm"),
+            mixer=mixer,
+            ffn_norm=self.rms_norm(f"blk.{i}.ffn_norm"),
+            ffn=ffn,
+        )
+
+    def lone_block(self, i: int, mixer: Mixer[T]) -> Block[T]:
+        """Layer i of a mixer and nothing else, with an RMS norm before it."""
+        return Block(self.rms_norm(f"blk.{i}.attn_norm"), mixer)
+
+    def rope(self, mode: Literal["normal", "neox"], factors: str = FACTORS) -> RopeSpec:
+        """How heads of K and Q are rotated."""
+        self.hp.absent(".rope.scaling.yarn_log_multiplier")
+        return read_rope(self.hp, self.weights, mode, self.head_dim_k, factors)
+
+    def attention(self, i: int, rope: RopeSpec | None, window: int = 0) -> Attention[T]:
+        """Layer i's attention; its q, k and v may be one matrix."""
+        n_head = self.n_head[i]
+        shape = LayerSpec(self.n_head_kv[i], self.head_dim_k, self.head_dim_v, rope, window=window)
+        return Attention(
+            shape=shape,
+            n_head=n_head,
+            scale=self.hp.number(".attention.scale", 0.0) or self.head_dim_k**-0.5,
+            project=self._projections(i, n_head * self.head_dim_k, shape),
+            out=self.linear(f"blk.{i}.attn_output", self.n_embd, n_head * self.head_dim_v),
+        )
+
+    def dense(
+        self,
+        i: int,
+        activation: Literal["swiglu", "geglu"] = "swiglu",
+        *,
+        scaled: bool = False,
+        n_ff: int | None = None,
+        suffix: str = "",
+    ) -> Dense[T]:
+        """Layer i's gated feed-forward; other tensors and sizes where the last two are given."""
+        n, name = self.n_ff(i) if n_ff is None else n_ff, f"blk.{i}.ffn"
+        return Dense(
+            gate=self.linear(f"{name}_gate{suffix}", n, self.n_embd, scaled=scaled),
+            up=self.linear(f"{name}_up{suffix}", n, self.n_embd, scaled=scaled),
+            down=self.linear(f"{name}_down{suffix}", self.n_embd, n, scaled=scaled),
+            activation=activation,
+        )
+
+    def n_ff(self, i: int) -> int:
+        """How many hidden values layer i's feed-forward has."""
+        return self.hp.per_layer(".feed_forward_length", self.n_layer)[i]
+
+    # -- tensors
+
+    def linear(self, name: str, n_out: int, n_in: int, *, scaled: bool = True) -> Linear[T]:
+        """A weight with the bias and, if it counts, the scale that the file may have."""
+        return Linear(
+            weight=self.weights.matrix(f"{name}.weight", n_out, n_in),
+            scale=self.optional(f"{name}.scale", 1) if scaled else None,
+            bias=self.optional(f"{name}.bias", n_out),
+        )
+
+    def rms_norm(self, name: str, *shape: int) -> RmsNorm[T]:
+        """An RMS norm of n_embd values, or of another shape."""
+        eps = self.hp.positive(".attention.layer_norm_rms_epsilon")
+        return RmsNorm(self.weights.vector(f"{name}.weight", *(shape or (self.n_embd,))), eps)
+
+    def layer_norm(self, name: str) -> LayerNorm[T]:
+        """A norm of n_embd values by mean and variance."""
+        vector, n = self.weights.vector, self.n_embd
+        eps = self.hp.positive(".attention.layer_norm_epsilon")
+        return LayerNorm(vector(f"{name}.weight", n), vector(f"{name}.bias", n), eps)
+
+    def optional(self, name: str, n: int) -> T | None:
+        """A vector that the file may have."""
+        return self.weights.vector(name, n) if self.weights.has(name) else None
+
+    def _projections(self, i: int, n_embd_q: int, shape: LayerSpec) -> Projections[T]:
+        sizes = (n_embd_q, shape.n_embd_k, shape.n_embd_v)
+        if self.weights.has(f"blk.{i}.attn_qkv.weight"):
+            return Fused(self.linear(f"blk.{i}.attn_qkv", sum(sizes), self.n_embd), sizes)
+        q, k, v = (
+            self.linear(f"blk.{i}.attn_{name}", size, self.n_embd)
+            for name, size in zip("qkv", sizes, strict=True)
+        )
+        return Separate(q, k, v)
+
+
+def _embedding_shape(hp: HyperParams, weights: Weights[T]) -> tuple[int, int]:
+    shape = weights.shape("token_embd.weight")
+    n_embd = hp.size(".embedding_length")
+    if len(shape) != 2 or shape[1] != n_embd or shape[0] == 0:
+        raise ModelFileError(f"token_embd.weight has shape {shape}, expected (n_vocab, {n_embd})")
+    return shape[0], shape[1]
+
+
+def _layer_count(hp: HyperParams, weights: Weights[T]) -> int:
+    """``block_count``, if the last of so many layers is there: no work for an absurd number."""
+    n_layer = hp.size(".block_count")
+    weights.shape(f"blk.{n_layer - 1}.attn_norm.weight")
+    return n_layer
+
+
+def _check_heads(n_head: Sequence[int], n_head_kv: Sequence[int]) -> None:
+    for i, (n, n_kv) in enumerate(zip(n_head, n_head_kv, strict=True)):
+        if n_kv and (n == 0 or n % n_kv):
+            raise ModelFileError(
+                f"layer {i} has {n} heads over {n_kv} K/V heads: not a whole multiple"
+            )

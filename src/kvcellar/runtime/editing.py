@@ -1,0 +1,158 @@
+"""A text of which a part is in the cache and the rest waits to be computed, and its edits.
+
+``tokens`` is what the cache holds followed by what waits. Where a cache can forget tokens it does;
+where it has to go further back, as a state must that absorbed them, what follows waits to be
+computed again: the text is the same, and only costs more.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+
+from kvcellar.cache.base import Cache
+from kvcellar.cache.parts import has_states
+from kvcellar.errors import ClosedError, NotSupported, OptionError
+from kvcellar.runtime.held import Gap, HeldText
+from kvcellar.runtime.options import check_range
+from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.waiting import Waiting
+from kvcellar.types import Float32Array, Int32Array
+
+T = TypeVar("T", bound="EditableText")
+
+
+class EditableText:
+    """The tokens of a sequence, and what can be done to them without computing anything."""
+
+    def __init__(self, cache: Cache, seq_id: int, n_ctx_train: int) -> None:
+        self.seq_id = seq_id
+        self._held = HeldText(cache, seq_id)
+        self._waiting = Waiting()
+        self._logits: Float32Array | None = None
+        self._n_ctx_train = n_ctx_train
+        self._closed = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, in order."""
+        self._check_open()
+        return [*self._held.tokens, *self._waiting.tokens]
+
+    @property
+    def positions(self) -> Int32Array:
+        """Where each of ``tokens`` stands; those not computed yet: where they will."""
+        self._check_open()
+        rest = self._waiting.positions(self._held.end)
+        return np.concatenate((self._held.positions, rest)).astype(np.int32)
+
+    def __len__(self) -> int:
+        """How many tokens it has."""
+        self._check_open()
+        return len(self._held) + len(self._waiting)
+
+    def trim(self: T, n_tokens: int) -> T:
+        """Drop the last ``n_tokens`` tokens; returns the sequence itself.
+
+        Raises:
+            OptionError: it is negative or more than there are.
+        """
+        size = len(self)
+        if not 0 <= n_tokens <= size:
+            raise OptionError(f"trim({n_tokens}): the sequence has {size} tokens")
+        if n_tokens == 0:
+            return self
+        n_left, n_held = size - n_tokens, len(self._held)
+        if n_left < n_held:
+            self._waiting = self._held.go_back(n_left)
+            self._logits = None
+        else:
+            self._waiting = self._waiting.without(n_left - n_held, size - n_held)
+        return self
+
+    def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
+        """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
+
+        Args:
+            start: the first token to go.
+            stop: the first one behind it to stay.
+            gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
+                What cannot move, as behind a recurrent state, is taken back and computed again.
+
+        Raises:
+            OptionError: a range outside the sequence, or one that would part grouped tokens.
+            CacheFull: cells that other sequences share have to be copied to move, and there is no
+                room for that. Nothing has changed.
+            NotSupported: a gap is to be kept in a recurrent sequence, or tokens would have to be
+                computed again that were decoded from embeddings.
+        """
+        stop = check_range("stop", stop, 0, len(self))
+        start = check_range("start", start, 0, stop)
+        if gap not in ("close", "keep"):
+            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
+        if gap == "keep" and start < stop < len(self) and has_states(self._held.cache):
+            raise NotSupported(
+                'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
+                'other; use gap="close"'
+            )
+        n_held, at = len(self._held), self.positions
+        closed = int(at[stop] - at[start]) if gap == "close" and stop < len(at) else 0
+        first, last = max(0, start - n_held), max(0, stop - n_held)
+        waiting = self._waiting.without(first, last, closed)
+        if start < min(stop, n_held):
+            waiting = waiting.after(self._held.remove(start, min(stop, n_held), gap))
+            self._logits = None
+        self._waiting = waiting
+        return self
+
+    def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
+        """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
+
+        Both numbers are clamped as llama.cpp's server does (:class:`ContextShift`), so that at
+        least one computed token goes and one stays.
+
+        Raises:
+            OptionError: a negative number, or fewer than two tokens in the cache.
+            CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
+        """
+        self._check_open()
+        start, stop = self._held.shift_span(ContextShift(keep, discard), self._waiting)
+        self.remove(start, stop)
+        return stop - start
+
+    def self_extend(self: T, group: int, width: int) -> T:
+        """Let tokens share positions, so that more text fits what the model was trained for.
+
+        Of every ``width`` positions, ``group`` neighbours each become one, as llama.cpp's
+        ``grp-attn-n`` and ``grp-attn-w`` do. Windows that are not full yet are left alone: call
+        it again as the text grows. Returns the sequence itself.
+
+        Raises:
+            OptionError: a number below 1, or a width that is no multiple of group.
+            NotSupported: the model has states, or windows that slide.
+            ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
+        """
+        self._check_open()
+        self._held.self_extend(group, width)
+        self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
+        return self
+
+    def push(self, token: int) -> None:
+        """Add one token without computing it yet."""
+        self._check_open()
+        self._waiting = self._waiting.then([token])
+
+    def make_room(self, shift: ContextShift) -> None:
+        """Shift until what waits to be computed fits; what :meth:`stream` does if asked to.
+
+        Raises:
+            CacheFull: a shift would free no cell, because others share them.
+        """
+        n_max = min(self._held.cache.spec.size, self._n_ctx_train)
+        while span := self._held.span_to_discard(self._waiting, n_max, shift):
+            self.remove(*span)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"sequence {self.seq_id} is closed")

@@ -1,0 +1,32 @@
+"""The cache that belongs to a memory: one that fits each kind, alone or under one roof."""
+
+from __future__ import annotations
+
+from kvcellar.backends.base import KVStore, OpenMemory
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache, CellCache
+from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.window_checkpoints import CheckpointBudget
+from kvcellar.memory import MemorySpec
+from kvcellar.runtime.options import ContextOptions
+from kvcellar.types import CacheSpec
+
+
+def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions) -> Cache:
+    """The cache over the stores of a memory of that shape.
+
+    A part that is the only one is used as it is, so models of one kind pay for no other.
+    """
+    groups: list[CellCache] = []
+    for group, store in zip(spec.groups, memory.groups, strict=True):
+        groups.append(_make_group(group, store, spec.groups[0].size, options))
+    return groups[0] if len(groups) == 1 else HybridCache(groups)
+
+
+def _make_group(spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions) -> CellCache:
+    threshold = options.defrag_threshold
+    if spec.size == n_ctx:  # nothing ever has to make room
+        return AttentionCache(spec, store, defrag_threshold=threshold)
+    budget = CheckpointBudget(*options.checkpoint_budget)
+    return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)

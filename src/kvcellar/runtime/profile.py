@@ -1,0 +1,184 @@
+"""Where the time of decoding goes: graphs by kind of operation, and Python around them.
+
+Invariants:
+
+1. The rows of a kind of step add up to its seconds, and those to the time from the first step to
+   the last, less what measuring itself took.
+2. Every node of every graph is in a row.
+3. A context that is not profiled pays for a comparison with None a decode.
+
+Every second time a graph is computed whole (see ``ProfiledExecutor``). That says what a node costs
+more when it is computed alone, which is taken off, and how long the graph really takes, to which
+the nodes are scaled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from kvcellar.backends.base import Executor, GraphTimes, OpTime, ProfiledExecutor
+from kvcellar.errors import NotSupported
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NOTHING = OpTime(0, 0.0)
+
+
+class Row(NamedTuple):
+    """One line of a profile; there are no nodes where it is no operation of a graph."""
+
+    name: str
+    n_nodes: float  # a graph, on average
+    seconds: float
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """All steps of one kind.
+
+    Attributes:
+        n_steps: calls of decode.
+        n_tokens: their tokens.
+        parts: seconds outside the graphs, by what was done.
+        ops: nodes and seconds of the graphs that were computed node by node.
+        n_split: how many those were.
+        whole_seconds: of the graphs that were computed whole.
+        n_whole: how many those were.
+        compared: of the same graphs just before, node by node.
+    """
+
+    n_steps: int = 0
+    n_tokens: int = 0
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ops: dict[str, OpTime] = field(default_factory=dict)
+    n_split: int = 0
+    whole_seconds: float = 0.0
+    n_whole: int = 0
+    compared: OpTime = field(default_factory=lambda: NOTHING)
+
+    @property
+    def node_cost(self) -> float:
+        """Seconds that a node costs more when it is computed alone."""
+        n_nodes, seconds = self.compared
+        return max(seconds - self.whole_seconds, 0.0) / n_nodes if n_nodes else 0.0
+
+    @property
+    def graph_seconds(self) -> float:
+        """What the graphs would have taken, had all been computed whole."""
+        split = sum(op.seconds for op in self.ops.values())
+        scale = self.whole_seconds / self.compared.seconds if self.compared.seconds else 1.0
+        return self.whole_seconds + split * scale
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.graph_seconds + sum(self.parts.values())
+
+    def rows(self) -> list[Row]:
+        """Operations and what Python did, the longest first."""
+        cost = self.node_cost
+        own = {k: max(op.seconds - cost * op.n_nodes, 0.0) for k, op in self.ops.items()}
+        total = sum(own.values())
+        scale = self.graph_seconds / total if total else 0.0
+        found = [Row(k, op.n_nodes / self.n_split, own[k] * scale) for k, op in self.ops.items()]
+        found += [Row(name, 0.0, seconds) for name, seconds in self.parts.items()]
+        return sorted(found, key=lambda row: -row.seconds)
+
+    def add_graph(self, times: GraphTimes, before: GraphTimes | None) -> None:
+        """Count one graph; ``before`` is the one computed last."""
+        if not times.ops:
+            self.n_whole += 1
+            self.whole_seconds += times.end - times.begin
+            if before is not None:
+                self.compared = _sum(self.compared, *before.ops.values())
+            return
+        self.n_split += 1
+        for kind, op in times.ops.items():
+            self.ops[kind] = _sum(self.ops.get(kind, NOTHING), op)
+
+
+class Profile:
+    """What a context records while it is profiled; made by :meth:`Context.start_profile`.
+
+    Attributes:
+        prefill: steps of more than a token a sequence.
+        decode: all others; sampling and detokenising are theirs.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = StepTimes()
+        self.decode = StepTimes()
+        self._graphs: list[GraphTimes] = []
+        self._before: GraphTimes | None = None
+        self._last_end: float | None = None
+        self._since_step = 0.0
+
+    @classmethod
+    def of(cls, executor: Executor) -> Profile:
+        """A profile of what an executor computes from now on.
+
+        Raises:
+            NotSupported: it cannot tell.
+        """
+        if not isinstance(executor, ProfiledExecutor):
+            raise NotSupported("this backend cannot be profiled: use backend='ggml'")
+        profile = cls()
+        executor.watch(profile.see_graph)
+        return profile
+
+    def see_graph(self, times: GraphTimes) -> None:
+        """Count one graph as part of the step that is going on."""
+        self._graphs.append(times)
+
+    def add(
+        self, n_tokens: int, n_seqs: int, start: float, seconds: float, in_graphs: float
+    ) -> None:
+        """Count a step that has ended.
+
+        Args:
+            n_tokens: of the batch.
+            n_seqs: how many sequences it has.
+            start: when the step began.
+            seconds: how long it took.
+            in_graphs: the part of that in which the executor was at work.
+        """
+        kind = self.prefill if n_tokens > n_seqs else self.decode
+        kind.n_steps += 1
+        kind.n_tokens += n_tokens
+        end = start + seconds
+        graphs = [graph for graph in self._graphs if graph.begin >= start]  # others had failed
+        self._graphs.clear()
+        computing = sum(graph.end - graph.begin for graph in graphs)
+        behind = end - graphs[-1].end if graphs else 0.0
+        kind.parts["cells and plans"] += seconds - in_graphs - behind
+        kind.parts["graph and inputs"] += in_graphs - computing
+        kind.parts["logits"] += behind
+        if self._last_end is not None:
+            kind.parts["everything else"] += start - self._last_end - self._since_step
+        self._last_end, self._since_step = end, 0.0
+        for graph in graphs:
+            kind.add_graph(graph, self._before)
+            self._before = graph
+
+    def timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
+        """The function, its time counted as that part of decoding."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = perf_counter() - start
+                self.decode.parts[part] += seconds
+                self._since_step += seconds
+
+        return call
+
+
+def _sum(*times: OpTime) -> OpTime:
+    return OpTime(sum(t.n_nodes for t in times), sum(t.seconds for t in times))

@@ -1,0 +1,150 @@
+"""The arithmetic of profiles, and what a context records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar.backends.base import GraphTimes, OpTime
+from kvcellar.batch import Batch
+from kvcellar.errors import CacheFull, NotSupported
+from kvcellar.runtime.context import Context
+from kvcellar.runtime.model import Model
+from kvcellar.runtime.profile import Profile, StepTimes
+from kvcellar.testing.tiny_llama import TinyLlama
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    path.write_bytes(TinyLlama().to_bytes())
+    return path
+
+
+@pytest.fixture
+def context(tiny: Path) -> Iterator[Context]:
+    with Model.from_gguf(tiny, n_threads=1) as model:
+        yield model.context(n_ctx=64, n_ubatch=4)
+
+
+def _split(begin: float, end: float, **ops: tuple[int, float]) -> GraphTimes:
+    return GraphTimes(begin, end, {name: OpTime(*op) for name, op in ops.items()})
+
+
+def _rows(times: StepTimes) -> dict[str, float]:
+    return {row.name: round(row.seconds, 9) for row in times.rows()}
+
+
+def test_parts_of_a_step_add_up_to_it() -> None:
+    profile = Profile()
+    profile.see_graph(_split(12.0, 17.0, MUL=(2, 3.0), ADD=(1, 1.0)))
+    profile.add(4, 1, 10.0, 9.0, in_graphs=6.5)
+    # 1 of the 5 seconds of computing went into measuring; 2 passed after the graph
+    assert _rows(profile.prefill) == {
+        "MUL": 3.0,
+        "logits": 2.0,
+        "graph and inputs": 1.5,
+        "ADD": 1.0,
+        "cells and plans": 0.5,
+    }
+    assert profile.prefill.seconds == pytest.approx(9.0 - 1.0)
+    assert profile.decode.n_steps == 0
+
+
+def test_what_a_node_costs_alone_is_taken_off_and_the_rest_scaled() -> None:
+    profile = Profile()
+    profile.see_graph(_split(0.0, 9.0, MUL=(2, 6.0), ADD=(2, 2.0)))
+    profile.add(1, 1, 0.0, 9.0, in_graphs=9.0)
+    profile.see_graph(_split(9.0, 13.0))
+    profile.add(1, 1, 9.0, 4.0, in_graphs=4.0)
+    times = profile.decode
+    assert times.node_cost == pytest.approx(1.0)  # 8 seconds in place of 4, for 4 nodes
+    rows = _rows(times)
+    assert (rows["MUL"], rows["ADD"]) == (8.0, 0.0)
+    assert times.graph_seconds == pytest.approx(8.0)
+    assert times.seconds == pytest.approx(8.0)
+
+
+def test_no_kind_of_operation_gets_less_than_nothing() -> None:
+    times = StepTimes()
+    split = _split(0.0, 5.0, MUL=(1, 4.0), ADD=(3, 0.5))
+    times.add_graph(split, None)
+    times.add_graph(_split(5.0, 6.0), split)
+    rows = _rows(times)
+    assert rows["ADD"] == 0.0
+    assert rows["MUL"] == pytest.approx(times.graph_seconds)
+
+
+def test_time_between_steps_is_that_of_the_second() -> None:
+    profile = Profile()
+    profile.add(4, 1, 0.0, 1.0, in_graphs=1.0)
+    profile.add(1, 1, 3.0, 1.0, in_graphs=1.0)
+    assert _rows(profile.decode)["everything else"] == 2.0
+    assert "everything else" not in _rows(profile.prefill)
+
+
+def test_sampling_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.5, 2.0])
+    monkeypatch.setattr("kvcellar.runtime.profile.perf_counter", lambda: next(now))
+    profile = Profile()
+    profile.add(4, 1, 0.0, 1.0, in_graphs=1.0)
+    assert profile.timed("sampling", lambda x: x + 1)(2) == 3
+    profile.add(1, 1, 3.0, 1.0, in_graphs=1.0)
+    rows = _rows(profile.decode)
+    assert (rows["sampling"], rows["everything else"]) == (0.5, 1.5)
+
+
+def test_graphs_of_a_step_that_failed_are_not_counted() -> None:
+    profile = Profile()
+    profile.see_graph(_split(1.0, 2.0, MUL=(1, 1.0)))
+    profile.add(1, 1, 5.0, 1.0, in_graphs=0.0)
+    assert profile.decode.ops == {}
+
+
+def test_a_context_records_every_step(context: Context) -> None:
+    profile = context.start_profile()
+    context.decode(Batch.of([1] * 10))
+    for token in range(5):
+        context.decode(Batch.of([token]))
+    prefill, decode = profile.prefill, profile.decode
+    assert (prefill.n_steps, prefill.n_tokens, prefill.n_split + prefill.n_whole) == (1, 10, 3)
+    assert (decode.n_steps, decode.n_tokens, decode.n_split, decode.n_whole) == (5, 5, 3, 2)
+    for times in (prefill, decode):
+        assert sum(row.seconds for row in times.rows()) == pytest.approx(times.seconds)
+        assert {row.name for row in times.rows()} >= {"MUL_MAT f32", "cells and plans", "logits"}
+        assert all(row.seconds >= 0 for row in times.rows())
+    assert decode.compared.n_nodes == 2 * sum(op.n_nodes for op in decode.ops.values()) / 3
+
+
+def test_a_profile_counts_no_more_time_than_passed(context: Context) -> None:
+    profile = context.start_profile()
+    context.decode(Batch.of([1] * 10))
+    times, prefill = context.timings, profile.prefill
+    measured = sum(prefill.parts.values()) + sum(op.seconds for op in prefill.ops.values())
+    assert measured + prefill.whole_seconds <= times.prefill_seconds
+
+
+def test_a_failed_decode_leaves_the_profile_usable(context: Context) -> None:
+    profile = context.start_profile()
+    with pytest.raises(CacheFull):
+        context.decode(Batch.of([1] * 65))
+    context.decode(Batch.of([1]))
+    assert (profile.prefill.n_steps, profile.decode.n_steps) == (0, 1)
+
+
+def test_nothing_is_recorded_before_it_is_asked_for(context: Context) -> None:
+    context.decode(Batch.of([1]))
+    profile = context.start_profile()
+    assert context.profile is profile
+    assert profile.decode == StepTimes()
+
+
+def test_numpy_says_that_it_cannot_be_profiled(tiny: Path) -> None:
+    pytest.importorskip("gguf")
+    with Model.from_gguf(tiny, backend="numpy") as model:
+        context = model.context(n_ctx=16)
+        with pytest.raises(NotSupported, match="backend='ggml'"):
+            context.start_profile()
+        assert context.profile is None
