@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvcellar.errors import OptionError
+from kvcellar.errors import OptionError, SequenceIdError
 from kvcellar.types import MAX_POSITION, BoolArray, Int64Array
 
 Cells: TypeAlias = "slice[int, int, None] | Int64Array"
@@ -102,3 +102,17 @@ def group_rows(rows: Int64Array, seq_ids: Int64Array) -> Iterator[tuple[int, Int
     for end in ends.tolist():
         yield int(seq_ids[order[start]]), rows[order[start:end]]
         start = end
+
+
+def checked_id(seq_id: int, n_seq_max: int) -> int:
+    """The id as an int; raises SequenceIdError unless it is in ``[0, n_seq_max)``."""
+    try:
+        number = operator.index(seq_id)
+    except TypeError:
+        number = -1
+    if not 0 <= number < n_seq_max:
+        raise SequenceIdError(
+            f"seq_id {seq_id!r} is outside [0, {n_seq_max}): "
+            "use an id in that range or a larger n_seq_max"
+        )
+    return number

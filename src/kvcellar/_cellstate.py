@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,10 +18,11 @@ from kvcellar._cellsets import (
     cell_count,
     cell_numbers,
     cells_where,
+    checked_id,
     clamp_range,
 )
 from kvcellar._cellspan import Span
-from kvcellar.errors import InvariantError, OptionError, SequenceIdError
+from kvcellar.errors import InvariantError, OptionError
 from kvcellar.types import (
     MAX_POSITION,
     AnyArray,
@@ -158,16 +158,7 @@ class CellState:
         Raises:
             SequenceIdError: it is outside ``[0, n_seq_max)``.
         """
-        try:
-            number = operator.index(seq_id)
-        except TypeError:
-            number = -1
-        if not 0 <= number < self.n_seq_max:
-            raise SequenceIdError(
-                f"seq_id {seq_id!r} is outside [0, {self.n_seq_max}): "
-                "use an id in that range or a larger n_seq_max"
-            )
-        return number
+        return checked_id(seq_id, self.n_seq_max)
 
     def check(self) -> None:
         """Prove invariants 1 to 4 by brute force.

@@ -13,8 +13,7 @@ from kvcellar.cache import AttentionCache, CacheView, Placement
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.cache.transaction import Remember
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.cache.window_checkpoints import CheckpointBudget
 from kvcellar.cells import CellTable
 from kvcellar.errors import CacheError, OptionError, PositionError

@@ -30,7 +30,8 @@ from kvcellar.cache.placement import (
 )
 from kvcellar.cache.search import require_free
 from kvcellar.cache.tabled import Tabled
-from kvcellar.cache.transaction import Remember, Transaction
+from kvcellar.cache.transaction import Transaction
+from kvcellar.cache.undoable import Remember
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cells import CellTable, check_moved
 from kvcellar.errors import CacheError, OptionError, ShiftUnsupported

@@ -11,8 +11,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.placement import CellPart, Placement, StatePart
-from kvcellar.cache.transaction import Remember
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.cache.view import CacheView
 from kvcellar.plan import MicroBatch
 from kvcellar.types import CacheSpec, Int32Array

@@ -26,8 +26,7 @@ from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, Sta
 from kvcellar.cache.compound import CompoundJournal
 from kvcellar.cache.parts import Parts
 from kvcellar.cache.placement import CellPart, Placement, micro_batch
-from kvcellar.cache.transaction import Remember
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.errors import CacheError, NotSupported
 from kvcellar.plan import MicroBatch, split_equal, split_simple
 

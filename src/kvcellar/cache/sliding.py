@@ -33,7 +33,7 @@ from kvcellar.cache.placement import CellPart, check_coupled
 from kvcellar.cache.room import Room, n_kept, sliding_size
 from kvcellar.cache.slid import Move, Positions, Slid, closed, is_whole, within
 from kvcellar.cache.sliding_placement import SlidingPlacement
-from kvcellar.cache.transaction import Undo
+from kvcellar.cache.undoable import Undo
 from kvcellar.cache.window_checkpoints import CheckpointBudget, WindowCheckpoints
 from kvcellar.cache.window_keeper import WindowKeeper
 from kvcellar.errors import CacheError, InvariantError, OptionError

@@ -18,45 +18,32 @@ cell where it was. It needs no copy of the rows: cells that were held when a tra
    back: exact for every type, where rotating back would be within rounding. That costs memory: at
    most the K rows of the cells held when the transaction began.
 4. ``clear`` frees them; that their bytes are zeroed waits until the outermost transaction ends.
-
-Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer
-one by a rollback ends those within it; it cannot be committed while one is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvcellar.backends.base import KVStore, Part
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.undoable import Nested, NestHost, Remember
 from kvcellar.cells import CellTable
-from kvcellar.errors import AllocationError, CacheError
+from kvcellar.errors import AllocationError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
 
-Undo: TypeAlias = Callable[[], None]
-Remember: TypeAlias = Callable[[], Undo]
-"""Called when a transaction begins; what it returns is called if that is rolled back."""
 
-
-class Host(Protocol):
+class Host(NestHost, Protocol):
     """What a transaction needs of its cache."""
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-
-    def abandon(self) -> None:
-        """Release that batch's cells."""
 
     def zero_freed(self) -> None:
         """Zero what free cells still hold."""
 
 
-class Transaction(Undoable):
+class Transaction(Nested):
     """Everything that happens to a cache from its begin to its end, to be kept or taken back."""
 
     def __init__(self, journal: Journal, outer: Transaction | None) -> None:
+        super().__init__(journal.host, journal.open, journal.watchers)
         table, store = journal.table, journal.store
         held: BoolArray = table.positions >= 0
         self.reserved: BoolArray = held.copy() if outer is None else held | outer.reserved
@@ -68,62 +55,24 @@ class Transaction(Undoable):
         self._journal = journal
         self._outer = outer
         self._saved = table.save()
-        self._undos = [remember() for remember in journal.watchers]
-        self._state: Literal["open", "committed", "rolled back"] = "open"
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or rolled back."""
-        return self._state == "open"
-
-    def commit(self) -> None:
-        """Keep what happened; an outer transaction can still take it back.
-
-        Raises:
-            CacheError: it has ended already, an inner one is open, or a batch is being decoded.
-        """
-        journal = self._journal
-        if self._state != "open":
-            raise CacheError(f"this transaction is {self._state} already")
-        if journal.open[-1] is not self:
-            raise CacheError("a transaction within this one is open: end that one first")
-        if journal.host.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._end("committed")
-        if self._outer is not None:
-            self._outer.rows.take(self.rows)
-            self._outer.rest.take(self.rest)
-            self._outer.zero_later |= self.zero_later
-        elif self.zero_later:
-            journal.host.zero_freed()
-
-    def rollback(self) -> None:
-        """Take back what happened, what inner transactions committed included.
-
-        A batch that is being decoded is released. A second time does nothing.
-
-        Raises:
-            CacheError: it was committed.
-        """
-        journal = self._journal
-        if self._state == "committed":
-            raise CacheError("this transaction is committed and cannot be taken back")
-        if self._state == "rolled back":
-            return
-        journal.host.abandon()
-        while journal.open[-1] is not self:
-            journal.open[-1].rollback()
+    def _take_back(self) -> None:
         self.rows.write_back()
         self.rest.write_back()
-        journal.table.load(self._saved)
-        self._end("rolled back")
-        for undo in reversed(self._undos):
-            undo()
+        self._journal.table.load(self._saved)
 
-    def _end(self, state: Literal["committed", "rolled back"]) -> None:
-        self._state = state
-        self._journal.open.pop()
-        self._journal.table.reserved = None if self._outer is None else self._outer.reserved
+    def _ended(self, *, kept: bool) -> None:
+        journal, outer = self._journal, self._outer
+        journal.open.pop()
+        journal.table.reserved = None if outer is None else outer.reserved
+        if not kept:
+            return
+        if outer is not None:
+            outer.rows.take(self.rows)
+            outer.rest.take(self.rest)
+            outer.zero_later |= self.zero_later
+        elif self.zero_later:
+            journal.host.zero_freed()
 
 
 class Journal:

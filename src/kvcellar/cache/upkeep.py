@@ -16,7 +16,8 @@ from kvcellar._cellsets import cell_numbers
 from kvcellar.backends.base import KVStore
 from kvcellar.cache.compaction import check_threshold, fragmentation, plan_moves
 from kvcellar.cache.search import find_cells
-from kvcellar.cache.transaction import Host, Journal, Undo
+from kvcellar.cache.transaction import Host, Journal
+from kvcellar.cache.undoable import Undo
 from kvcellar.cells import Cells, CellTable
 from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.types import BoolArray

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcellar.batch import Batch
-from kvcellar.cache.transaction import Undo
+from kvcellar.cache.undoable import Undo
 from kvcellar.errors import OptionError
 from kvcellar.runtime.editing import EditableText
 from kvcellar.runtime.generation import FinishReason, Generation
