@@ -40,6 +40,7 @@ class RecurrentDuel:
         self.naive = NaiveStates(limit, every)
         self.open: list[tuple[Undoable, NaiveStates]] = []
         self._scarce = n_rows is not None
+        self._left: list[set[int]] = []  # the checkpoints that a batch left when it was placed
         self._tokens = itertools.count(100)
 
     # -- decoding
@@ -72,7 +73,20 @@ class RecurrentDuel:
             assert self.snapshot() == before
         else:
             assert self._follows(rows)
+            self._make_room()
             self.naive.absorb(rows)
+
+    def _make_room(self) -> None:
+        """Let the oracle drop the checkpoints that the batch needed the rows of."""
+        for seq, state in self.naive.of.items():
+            left = self._left[seq]
+            assert left == state.kept.keys() or self._scarce or len(self.open) > 0
+            assert left <= state.kept.keys()
+            state.kept = {n: mark for n, mark in state.kept.items() if n in left}
+
+    def _kept(self, seq: int) -> set[int]:
+        held = self.cache.states.of[seq]
+        return {kept.n for kept in held.checkpoints} if held else set()
 
     def _compute(
         self, rows: Sequence[tuple[int, int, frozenset[int]]], n_ubatch: int, fail_at: int | None
@@ -81,6 +95,7 @@ class RecurrentDuel:
         for token, at, group in rows:
             batch.add(token, at, sorted(group))
         with self.cache.place(batch, n_ubatch) as placement:
+            self._left = [self._kept(seq) for seq in range(N_SEQ)]
             for i, plan in enumerate(placement.plans()):
                 if i == fail_at:
                     self.store.spoil(plan)
@@ -210,9 +225,6 @@ class RecurrentDuel:
             assert self.store.text(kept.row) == tuple(tokens[: kept.n]), "a checkpoint is not"
         ends = [kept.n for kept in held.checkpoints]
         assert cache.checkpoints(seq) == tuple(state.positions[n - 1] for n in ends)
-        if self._scarce or self.open:
-            assert set(ends) <= state.kept.keys()
-            state.kept = {n: mark for n, mark in state.kept.items() if n in ends}
         assert ends == sorted(state.kept)
 
 
