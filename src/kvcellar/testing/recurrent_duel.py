@@ -80,11 +80,26 @@ class RecurrentDuel:
         for token, at, group in rows:
             batch.add(token, at, sorted(group))
         with self.cache.place(batch, n_ubatch) as placement:
+            left = self._kept()
             for i, plan in enumerate(placement.plans()):
                 if i == fail_at:
                     self.store.spoil(plan)
                     raise Interrupted
                 self.store.absorb(plan)
+        self._give_up(left)
+
+    def _kept(self) -> list[list[int]]:
+        """Of each sequence how many tokens its checkpoints have absorbed."""
+        return [
+            [kept.n for kept in held.checkpoints] if held else [] for held in self.cache.states.of
+        ]
+
+    def _give_up(self, left: Sequence[Sequence[int]]) -> None:
+        """Let the oracle have no other checkpoints than these; only a lack of rows may take any."""
+        for seq, state in self.naive.of.items():
+            if self._scarce or self.open:
+                assert state.kept.keys() >= set(left[seq])
+                state.kept = {n: mark for n, mark in state.kept.items() if n in left[seq]}
 
     def _follows(self, rows: Sequence[tuple[int, int, frozenset[int]]]) -> bool:
         last = {seq: self.naive.last(seq) for seq in range(N_SEQ)}
@@ -209,9 +224,6 @@ class RecurrentDuel:
             assert self.store.text(kept.row) == tuple(tokens[: kept.n]), "a checkpoint is not"
         ends = [kept.n for kept in held.checkpoints]
         assert cache.checkpoints(seq) == tuple(state.positions[n - 1] for n in ends)
-        if self._scarce or self.open:
-            assert set(ends) <= state.kept.keys()
-            state.kept = {n: mark for n, mark in state.kept.items() if n in ends}
         assert ends == sorted(state.kept)
 
 
