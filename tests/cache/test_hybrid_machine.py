@@ -18,15 +18,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
+from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.undoable import Undoable
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
+from kvcellar.testing.states import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import unpack_owners
-from tests.cache.toy_parts import Text, group, hybrid, sliding, texts
+from tests.cache.toy_parts import Text, group, sliding, texts
 
-N_SEQ, WINDOW = 3, 4
+N_SEQ, WINDOW, N_KEPT = 3, 4, 6
 SEQS = st.integers(0, N_SEQ - 1)
 POSITIONS = st.integers(-1, 14)
 
@@ -52,7 +55,12 @@ class Edits(RuleBasedStateMachine):
         window = group(24, window=WINDOW, stubborn=True, n_seq_max=N_SEQ)
         if self.slides:
             window = sliding(WINDOW, N_SEQ)
-        return hybrid(group(24, n_seq_max=N_SEQ), window, states=self.with_states)
+        groups = [group(24, n_seq_max=N_SEQ), window]
+        if not self.with_states:
+            return HybridCache(groups)
+        self.store = HistoryStore(state_rows(N_SEQ, N_KEPT), N_SEQ)
+        policy = CheckpointPolicy(CheckpointBudget(N_KEPT), every=2)
+        return HybridCache(groups, RecurrentCache(self.store, policy))
 
     @initialize()
     def start(self) -> None:
@@ -89,6 +97,8 @@ class Edits(RuleBasedStateMachine):
         tokens = plan.micro.tokens
         assert tokens is not None
         owners = unpack_owners(plan.micro.owners)[1].tolist()
+        if self.with_states:
+            self.store.absorb(plan)
         for cells, part in zip(plan.groups, self.cache.groups, strict=True):
             assert isinstance(part, AttentionCache)
             store, window = part.store, part.spec.window
@@ -193,6 +203,19 @@ class Edits(RuleBasedStateMachine):
             assert np.array_equal(part.store.content[used], table.tokens[used])
             stands = table.positions[used] - table.pending[used]
             assert np.array_equal(part.store.rotation[used], stands)
+
+    @invariant()
+    def every_state_is_that_of_its_text(self) -> None:
+        if not self.with_states:
+            return
+        states = self.cache.states
+        assert isinstance(states, RecurrentCache)
+        for held, text in zip(states.states.of, self.text, strict=True):
+            if held is not None:
+                tokens = tuple(token for token, _ in text)
+                assert self.store.text(held.row) == tokens
+                for kept in held.checkpoints:
+                    assert self.store.text(kept.row) == tokens[: kept.n]
 
 
 class EditsOfGroups(Edits):

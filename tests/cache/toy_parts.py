@@ -11,10 +11,10 @@ from kvcellar._cellsets import clamp_range
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache import AttentionCache, CacheView, Placement
 from kvcellar.cache.base import Coupled
+from kvcellar.cache.checkpoints import CheckpointBudget
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.undoable import Remember, Undoable
-from kvcellar.cache.window_checkpoints import CheckpointBudget
 from kvcellar.cells import CellTable
 from kvcellar.errors import CacheError, OptionError, PositionError
 from kvcellar.plan import MicroBatch, StatePlan

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvcellar.backends.base import OpenMemory
+from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.cache import AttentionCache, Cache, HybridCache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.parts import has_states, parts_of
+from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.memory import LayerMemory
+from kvcellar.memory import LayerMemory, StateLayer
 from kvcellar.models.base import ModelSpec
 from kvcellar.plan import Plan
 from kvcellar.runtime.memories import make_cache
@@ -15,6 +17,7 @@ from kvcellar.testing.stores import NullStore
 from kvcellar.types import Float32Array, LayerSpec
 
 FULL = LayerMemory(LayerSpec(2, 32, 32))
+STATE = LayerMemory(None, StateLayer(6, 8))
 WINDOW = LayerMemory(LayerSpec(2, 32, 32, window=100))
 
 
@@ -34,7 +37,8 @@ def cache_for(*layers: LayerMemory, **options: int) -> Cache:
     asked = ContextOptions(n_ctx=2048, n_seq_max=2, n_ubatch=64, **options)  # type: ignore[arg-type]
     spec = asked.memory_spec(ModelSpec("test", 9, 9, 9999, layers), lambda _: None)
     stores = tuple(NullStore(group) for group in spec.groups)
-    return make_cache(spec, OpenMemory(stores, None, NoExecutor()), asked)
+    states = None if spec.states is None else NumpyStateStore(spec.states)
+    return make_cache(spec, OpenMemory(stores, states, NoExecutor()), asked, 2048)
 
 
 def kinds(cache: Cache) -> list[tuple[type, int, int]]:
@@ -55,3 +59,29 @@ def test_windows_slide_beside_a_wider_group() -> None:
 def test_windows_of_full_size_do_not_slide() -> None:
     wanted = [(AttentionCache, 2048, 0), (AttentionCache, 2048, 100)]
     assert kinds(cache_for(FULL, WINDOW, swa_full=True)) == wanted
+
+
+def test_states_stand_beside_groups() -> None:
+    cache = cache_for(STATE, FULL, WINDOW, checkpoints=3)
+    assert kinds(cache) == [
+        (AttentionCache, 2048, 0),
+        (SlidingCache, 512, 100),
+        (RecurrentCache, 2048, 0),
+    ]
+    assert has_states(cache)
+
+
+def test_lone_states_are_used_as_they_are() -> None:
+    cache = cache_for(STATE, STATE, checkpoints=3)
+    assert isinstance(cache, RecurrentCache)
+    assert has_states(cache)
+    assert not has_states(cache_for(FULL))
+    assert (cache.spec.size, cache.n_free(), cache.store.spec.n_rows) == (2048, 2048, 7)
+    assert cache.states.limit == 3
+
+
+def test_states_without_a_budget_keep_none() -> None:
+    for nothing in ({"checkpoints": 0}, {"checkpoint_bytes": 0}, {"checkpoint_bytes": 55}):
+        cache = cache_for(STATE, **nothing)
+        assert isinstance(cache, RecurrentCache)
+        assert (cache.store.spec.n_rows, cache.states.limit) == (4, 0)

@@ -2,23 +2,27 @@
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, Coupled, OnShared
+from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.placement import Placement
+from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.transaction import Transaction
 from kvcellar.cache.view import CacheView
-from kvcellar.cache.window_checkpoints import CheckpointBudget
 
 __all__ = [
     "AttentionCache",
     "Cache",
     "CacheView",
     "CheckpointBudget",
+    "CheckpointPolicy",
     "Coupled",
     "HybridCache",
     "OnShared",
     "Placement",
+    "RecurrentCache",
     "SlidingCache",
     "Transaction",
     "sliding_size",
+    "state_rows",
 ]

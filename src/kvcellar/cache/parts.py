@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcellar.cache.base import Cache, CellCache, StateCache
+from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, OptionError
 from kvcellar.types import CacheSpec, Int32Array
@@ -103,4 +104,6 @@ def parts_of(cache: Cache) -> tuple[Cache, ...]:
 
 def has_states(cache: Cache) -> bool:
     """Whether a cache holds recurrent states."""
-    return isinstance(cache, Parts) and cache.states is not None
+    if isinstance(cache, Parts):
+        return cache.states is not None
+    return isinstance(cache, RecurrentCache)

@@ -11,7 +11,7 @@ from kvcellar.cache.held_states import HeldStates
 from kvcellar.cache.history import History
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, pack_owners
+from kvcellar.types import CacheSpec, Int32Array, pack_owners
 
 
 class Recorded:
@@ -45,8 +45,8 @@ class Recorded:
         return self._history(seq_id).last
 
     def n_free(self) -> int:
-        """How many more tokens fit: as many as have positions."""
-        return MAX_POSITION
+        """How many more tokens fit: always as many as the context was made for."""
+        return self.spec.size
 
     def seq_count(self, seq_id: int) -> int:
         """How many tokens the sequence's state has absorbed."""

@@ -10,8 +10,8 @@ may stand at different positions, and a state stands for many tokens, which a ce
 * ``seq_rm`` of a part is False, even if the range is empty, unless it reaches to the end and a
   checkpoint was made where it begins. ``rewind`` goes back as far as it has to.
 * ``seq_add`` and ``seq_div`` change recorded positions, of this sequence only.
-* ``n_free`` is a number never reached, as a state absorbs any number of tokens; ``spec.size`` is
-  what the context was made for and has no say here.
+* A state absorbs any number of tokens: ``n_free`` is always ``spec.size``, what the context was
+  made for, and refuses none.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from kvcellar.types import MAX_POSITION, CacheSpec
 def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
     """How many rows a store needs, so that a batch of all sequences always finds free ones.
 
-    Of each sequence the state that it has, the one being decoded, and one that a transaction may
-    want back; within transactions that nest, checkpoints make room for more.
+    Of each sequence the state that it has and the one being decoded. What a transaction may want
+    back needs rows as well; there checkpoints make room, or ``CacheFull`` says that none is left.
     """
-    return 3 * n_seq_max + n_checkpoints
+    return 2 * n_seq_max + n_checkpoints
 
 
 class RecurrentCache(Recorded):

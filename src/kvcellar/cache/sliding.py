@@ -29,12 +29,13 @@ from kvcellar.backends.base import KVStore
 from kvcellar.batch import Rows
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Coupled
+from kvcellar.cache.checkpoints import CheckpointBudget
 from kvcellar.cache.placement import CellPart, check_coupled
 from kvcellar.cache.room import Room, n_kept, sliding_size
 from kvcellar.cache.slid import Move, Positions, Slid, closed, is_whole, within
 from kvcellar.cache.sliding_placement import SlidingPlacement
 from kvcellar.cache.undoable import Undo
-from kvcellar.cache.window_checkpoints import CheckpointBudget, WindowCheckpoints
+from kvcellar.cache.window_checkpoints import WindowCheckpoints
 from kvcellar.cache.window_keeper import WindowKeeper
 from kvcellar.errors import CacheError, InvariantError, OptionError
 from kvcellar.plan import MicroBatch

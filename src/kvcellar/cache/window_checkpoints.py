@@ -14,22 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvcellar.cache.checkpoints import CheckpointBudget
 from kvcellar.cache.slid import Slid, is_whole
-from kvcellar.errors import OptionError
 from kvcellar.types import ByteArray, Int32Array
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointBudget:
-    """How many checkpoints a cache may keep, and in how many bytes; 0 of either: none at all."""
-
-    n_max: int = 8
-    max_bytes: int = 256 * 2**20
-
-    def __post_init__(self) -> None:
-        for name, value in (("n_max", self.n_max), ("max_bytes", self.max_bytes)):
-            if value < 0:
-                raise OptionError(f"{name} is {value}: 0 for no checkpoints, or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,7 @@ class Context:
         self._memory = model.open_memory(spec, kernel=use_kernel)
         self._executor = self._memory.executor
         try:
-            self.cache: Cache = make_cache(spec, self._memory, options)
+            self.cache: Cache = make_cache(spec, self._memory, options, options.n_cells(model.spec))
         except BaseException:
             self._memory.close()
             raise

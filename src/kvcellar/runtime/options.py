@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
 from kvcellar.memory import MemorySpec, StateSpec, group_layers
@@ -85,10 +86,9 @@ class ContextOptions:
         sized = (*groups[:1], *map(self._in_window, groups[1:]))
         if not states:
             return MemorySpec(sized, None, places)
-        # A row for each sequence's state, one for what it becomes, and one for each kept.
-        spec = StateSpec(2 * n_seq_max, n_seq_max, states)
-        spec = replace(spec, n_rows=spec.n_rows + min(n_kept, n_bytes // spec.row_bytes))
-        return MemorySpec(sized, spec, places)
+        n_kept = min(n_kept, n_bytes // StateSpec(1, 1, states).row_bytes)
+        n_rows = state_rows(n_seq_max, n_kept)
+        return MemorySpec(sized, StateSpec(n_rows, n_seq_max, states), places)
 
     def n_cells(self, model: ModelSpec) -> int:
         """How many tokens the context is for."""

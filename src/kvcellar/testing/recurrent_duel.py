@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointPolicy
+from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.undoable import Undoable
-from kvcellar.cache.window_checkpoints import CheckpointBudget
 from kvcellar.errors import BatchError, CacheFull, KVCellarError, PositionError
 from kvcellar.testing.duel import Interrupted
 from kvcellar.testing.naive_recurrent import NaiveStates
@@ -40,7 +39,6 @@ class RecurrentDuel:
         self.naive = NaiveStates(limit, every)
         self.open: list[tuple[Undoable, NaiveStates]] = []
         self._scarce = n_rows is not None
-        self._left: list[set[int]] = []  # the checkpoints that a batch left when it was placed
         self._tokens = itertools.count(100)
 
     # -- decoding
@@ -66,27 +64,14 @@ class RecurrentDuel:
         except Interrupted:
             assert self.snapshot() == before
         except CacheFull:
-            assert self._scarce or len(self.open) > 1, "a row should have been found"
+            assert self._scarce or self.open, "a row should have been found"
             assert self.snapshot() == before
         except (BatchError, PositionError):
             assert not self._follows(rows)
             assert self.snapshot() == before
         else:
             assert self._follows(rows)
-            self._make_room()
             self.naive.absorb(rows)
-
-    def _make_room(self) -> None:
-        """Let the oracle drop the checkpoints that the batch needed the rows of."""
-        for seq, state in self.naive.of.items():
-            left = self._left[seq]
-            assert left == state.kept.keys() or self._scarce or len(self.open) > 0
-            assert left <= state.kept.keys()
-            state.kept = {n: mark for n, mark in state.kept.items() if n in left}
-
-    def _kept(self, seq: int) -> set[int]:
-        held = self.cache.states.of[seq]
-        return {kept.n for kept in held.checkpoints} if held else set()
 
     def _compute(
         self, rows: Sequence[tuple[int, int, frozenset[int]]], n_ubatch: int, fail_at: int | None
@@ -95,12 +80,26 @@ class RecurrentDuel:
         for token, at, group in rows:
             batch.add(token, at, sorted(group))
         with self.cache.place(batch, n_ubatch) as placement:
-            self._left = [self._kept(seq) for seq in range(N_SEQ)]
+            left = self._kept()
             for i, plan in enumerate(placement.plans()):
                 if i == fail_at:
                     self.store.spoil(plan)
                     raise Interrupted
                 self.store.absorb(plan)
+        self._give_up(left)
+
+    def _kept(self) -> list[list[int]]:
+        """Of each sequence how many tokens its checkpoints have absorbed."""
+        return [
+            [kept.n for kept in held.checkpoints] if held else [] for held in self.cache.states.of
+        ]
+
+    def _give_up(self, left: Sequence[Sequence[int]]) -> None:
+        """Let the oracle have no other checkpoints than these; only a lack of rows may take any."""
+        for seq, state in self.naive.of.items():
+            if self._scarce or self.open:
+                assert state.kept.keys() >= set(left[seq])
+                state.kept = {n: mark for n, mark in state.kept.items() if n in left[seq]}
 
     def _follows(self, rows: Sequence[tuple[int, int, frozenset[int]]]) -> bool:
         last = {seq: self.naive.last(seq) for seq in range(N_SEQ)}

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointPolicy
+from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
-from kvcellar.cache.window_checkpoints import CheckpointBudget
 from kvcellar.testing.recurrent_duel import shared_groups
 from kvcellar.testing.states import HistoryStore
 from kvcellar.testing.traces import Step
