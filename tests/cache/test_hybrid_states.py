@@ -71,7 +71,7 @@ def test_gaps_and_mixtures_are_refused_though_cells_could_have_them() -> None:
     put(cache, 0, 1, 2)
     put(cache, 1, 1, 2)
     before = all_of(cache)
-    with pytest.raises(PositionError, match="position 5.* ends at 1"):
+    with pytest.raises(PositionError, match=r"position 5.* ends at 1"):
         put(cache, 0, 9, at=5)
     with pytest.raises(BatchError):
         put(cache, [0, 1], 9)
