@@ -117,6 +117,11 @@ class TestSharing:
         put(cache, 1, 3)
         assert (state(cache, 0), state(cache, 1)) == ((1, 2), (1, 2, 3))
         assert cache.used == 2
+        put(cache, 0, 4, 5)
+        put(cache, 1, 6)
+        for seq, tokens in ((0, (1, 2, 4, 5)), (1, (1, 2, 3, 6))):
+            assert state(cache, seq) == tokens
+            assert tuple(cache.seq_tokens(seq).tolist()) == tokens
 
     def test_the_range_is_ignored_and_the_old_state_is_let_go(self) -> None:
         cache = cache_of()
@@ -199,6 +204,15 @@ class TestRemoving:
         put(cache, 0, 9)
         assert state(cache, 0) == (1, 2, 9)
 
+    def test_the_middle_stays_also_behind_a_state_that_was_kept(self) -> None:
+        cache = cache_of(4)
+        put(cache, 0, 1, 2)
+        put(cache, 0, 3, 4, 5)
+        before = everything(cache)
+        assert not cache.seq_rm(0, 2, 4)
+        assert not cache.seq_rm(0, 3, -1)
+        assert everything(cache) == before
+
     def test_every_sequence_or_none(self) -> None:
         cache = cache_of(4)
         put(cache, 0, 1, 2)
@@ -225,6 +239,13 @@ class TestGoingBack:
         assert cache.rewind(0, 1) == 0
         assert cache.seq_count(0) == 0
         assert cache.rewind(0, 3) == 0
+
+    def test_to_exactly_where_a_state_was_kept(self) -> None:
+        cache = cache_of(4)
+        put(cache, 0, 1, 2)
+        put(cache, 0, 3, 4)
+        assert cache.rewind(0, 2) == 2
+        assert state(cache, 0) == (1, 2)
 
     def test_without_a_budget_to_the_start(self) -> None:
         cache = cache_of(0)

@@ -27,6 +27,7 @@ from tests.cache.state_helpers import (
     fail,
     put,
     refused,
+    row,
     state,
     store_of,
 )
@@ -149,9 +150,8 @@ class TestTakingBack:
         cache.checkpoint(0)
         put(cache, 0, 2)
         before = everything(cache)
-        with cache.place(Batch.of([3], 0), 1) as placement:  # nothing is computed: it is released
-            assert cache.checkpoints(0) == ()
-            assert placement.is_open
+        with pytest.raises(ArithmeticError, match="first"):
+            fail(cache, Batch.of([3], 0))  # into the row of the checkpoint
         assert everything(cache) == before
         assert cache.seq_rm(0, 1, -1)
         assert state(cache, 0) == (1,)
@@ -183,6 +183,16 @@ class TestTakingBack:
         assert (cache.used, state(cache, 1)) == (1, (5,))
         unused = cache.states.unused()
         assert all(store_of(cache).text(number) == () for number in unused)
+
+    def test_rows_are_zeroed_when_the_outermost_is_kept(self) -> None:
+        cache = cache_of()
+        put(cache, 0, 1)
+        old = row(cache, 0)
+        with cache.transaction():
+            with cache.transaction():
+                cache.clear()
+            assert store_of(cache).text(old) == (1,)
+        assert store_of(cache).text(old) == ()
 
     def test_rows_that_it_may_want_back_are_not_filled(self) -> None:
         cache = cache_of(0, n_rows=2)
