@@ -157,12 +157,14 @@ class AttentionNodes:
         sinks: int | None,
     ) -> int:
         """Our own kernel, over the cells of the plan's lists alone."""
-        if softcap or sinks is not None:
-            raise NotSupported("the kernel knows neither soft-capping nor sinks: use kernel=False")
         n_head, n = self._nodes.ne(q)[1:3]
         d_v = self._store.spec.layers[layer].head_dim_v
-        function, task = kernel.function(layer, n_head), kernel.task(scale)
+        capped, sunk = bool(softcap), sinks is not None
+        function = kernel.function(layer, n_head, softcap=capped, sinks=sunk)
+        task = kernel.task(scale, softcap)
         tensors = [q, self._store.k[layer], self._v_rows(layer)]
+        if sinks is not None:
+            tensors.append(self._nodes.f32(sinks))
         sources = (c.c_void_p * len(tensors))(*tensors)
         shape, shared = (TYPE_F32, d_v, n_head, n, 1), (function, ALL_THREADS, task)
         return self._flat(self._node("ggml_custom_4d", *shape, sources, len(tensors), *shared))

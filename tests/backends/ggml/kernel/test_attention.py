@@ -37,20 +37,31 @@ class Bench:
     """One layer of random K, V and queries, and a node that attends to them."""
 
     def __init__(
-        self, lists: Sequence[Sequence[int]], n_head_kv: int, group: int, d: int, d_v: int = 0
+        self,
+        lists: Sequence[Sequence[int]],
+        n_head_kv: int,
+        group: int,
+        d: int,
+        d_v: int = 0,
+        *,
+        softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
-        self.lists, self.group, d_v = lists, group, d_v or d
+        self.lists, self.group, self.softcap, d_v = lists, group, softcap, d_v or d
         rng, size = np.random.default_rng(5), max(map(max, lists)) + 1
         spec = CacheSpec(size, 1, (LayerSpec(n_head_kv, d, d_v),))
         self.k = rng.standard_normal((size, n_head_kv, d)).astype(np.float16)
         self.v = rng.standard_normal((size, n_head_kv, d_v)).astype(np.float16)
         self.q = rng.standard_normal((len(lists), n_head_kv * group, d)).astype(np.float32)
         self.out: Float32Array = np.zeros((len(lists), n_head_kv * group, d_v), np.float32)
+        self.sinks = 3 * rng.standard_normal(n_head_kv * group).astype(np.float32)
+        self.with_sinks = sinks
         self.scale = 1 / d**0.5
         self.kernel = AttentionKernel(spec, n_threads=8)
-        self._run = Operation(self.kernel.function(0, n_head_kv * group))
+        made_for = {"softcap": bool(softcap), "sinks": sinks}
+        self._run = Operation(self.kernel.function(0, n_head_kv * group, **made_for))
         rows: list[AnyArray] = [x.reshape(size, -1) for x in (self.k, self.v)]
-        self._sources = [_tensor(self.q), *map(_tensor, rows)]
+        self._sources = [_tensor(x) for x in (self.q, *rows, *[self.sinks][:sinks])]
         self._node = _tensor(self.out)
         for i, source in enumerate(self._sources):
             self._node.src[i] = c.addressof(source)
@@ -68,7 +79,8 @@ class Bench:
         self.kernel.load(CellLists(np.concatenate(self.lists).astype(np.int32), starts))
 
     def step(self, i: int, n_threads: int) -> None:
-        self._run(c.addressof(self._node), i, n_threads, self.kernel.task(self.scale))
+        task = self.kernel.task(self.scale, self.softcap)
+        self._run(c.addressof(self._node), i, n_threads, task)
 
     def expected(self) -> AnyArray:
         """The same in NumPy and double precision."""
@@ -76,9 +88,13 @@ class Bench:
         rows = []
         for query, cells in zip(self.q.astype(np.float64), self.lists, strict=True):
             scores = np.einsum("hd,nhd->hn", query, k[cells]) * self.scale
+            if self.softcap:
+                scores = self.softcap * np.tanh(scores / self.softcap)
+            if self.with_sinks:  # a score more, which gives nothing
+                scores = np.column_stack([scores, self.sinks])
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
-            rows.append(np.einsum("hn,nhd->hd", weights, v[cells]))
+            rows.append(np.einsum("hn,nhd->hd", weights[:, : len(cells)], v[cells]))
         return np.array(rows)
 
 
@@ -116,6 +132,41 @@ def test_equals_attention_written_out(n_head_kv: int, group: int, d: int) -> Non
 def test_any_lists_by_any_number_of_threads(lists: list[list[int]], n_threads: int) -> None:
     bench = Bench(lists, 2, 3, 32)
     np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.5, False), (0.0, True), (2.5, True)])
+def test_scores_are_capped_and_sinks_take_their_share(
+    softcap: float, sinks: bool, n_threads: int
+) -> None:
+    bench = Bench(ragged(1, 64, 65, 200, 16), 2, 3, 64, softcap=softcap, sinks=sinks)
+    np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
+    plain = Bench(bench.lists, 2, 3, 64)
+    assert np.abs(bench.expected() - plain.expected()).max() > 0.1
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e-2, 0.1, 1.0, 10.0, 1e4])
+def test_scores_of_any_size_are_capped(factor: float) -> None:
+    bench = Bench(ragged(90, 7), 1, 2, 32, softcap=50.0)
+    bench.q *= factor
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -1e30, 30.0, 1e4])
+@pytest.mark.parametrize("n", [5, 300])
+def test_a_sink_may_be_of_any_size(sink: float, n: int) -> None:
+    bench = Bench(ragged(n), 1, 2, 32, sinks=True)
+    bench.sinks[:] = sink
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("n", [5, 300])
+def test_a_damaged_sink_is_not_hidden(n: int) -> None:
+    bench = Bench(ragged(n), 1, 2, 32, sinks=True)
+    bench.sinks[1] = np.nan
+    got = bench.run(2)
+    assert np.isnan(got[:, 1]).all()
+    assert np.isfinite(got[:, 0]).all()
 
 
 def test_v_may_have_heads_of_another_size() -> None:

@@ -39,7 +39,7 @@ class Work(c.Structure):
 class Task(c.Structure):
     """The user data of a node; ``code.TASK``."""
 
-    _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float))
+    _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float), ("softcap", c.c_float))
 
 
 def why_no_kernel(spec: CacheSpec) -> str | None:
@@ -63,25 +63,32 @@ class AttentionKernel:
         self._spec = spec
         self._n_threads = n_threads
         self._work = Work()
-        self._tasks: dict[float, Task] = {}
+        self._tasks: dict[tuple[float, float], Task] = {}
         self._shapes: dict[KernelShape, int] = {}  # with their largest n_head_kv
         self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
 
-    def function(self, layer: int, n_head: int) -> int:
-        """The address of the kernel for a layer with so many query heads."""
+    def function(
+        self, layer: int, n_head: int, *, softcap: bool = False, sinks: bool = False
+    ) -> int:
+        """The address of the kernel for a layer with so many query heads.
+
+        It reads q, K, V and, if there are any, sinks as f32: the sources of its node.
+        """
         spec, native = self._spec.layers[layer], processor()
         assert native is not None, "why_no_kernel() was not asked"
         lanes = native.lanes
         while spec.head_dim_k % lanes or spec.head_dim_v % lanes:
             lanes //= 2
         group = n_head // spec.n_head_kv
-        shape = KernelShape(spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
+        sizes = (spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
+        shape = KernelShape(*sizes, softcap=softcap, sinks=sinks)
         self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
         return compile_attention(shape).address
 
-    def task(self, scale: float) -> int:
-        """The address of the user data for nodes with that scale."""
-        task = self._tasks.setdefault(scale, Task(c.pointer(self._work), scale))
+    def task(self, scale: float, softcap: float = 0.0) -> int:
+        """The address of the user data for nodes with that scale and cap, 0 for none."""
+        new = Task(c.pointer(self._work), scale, softcap)
+        task = self._tasks.setdefault((scale, softcap), new)
         return c.addressof(task)
 
     def load(self, lists: CellLists) -> None:

@@ -8,17 +8,20 @@ group that fit the registers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import e, log2
 from typing import NamedTuple
 
 from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, KernelShape, tiles
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value, Vectors
 
 _AHEAD = PREFETCHED // BLOCK - 1
+LOG2_E = log2(e)
+"""Weights are powers of two, so scores are in these units."""
 _MINUS_INF = float("-inf")
 
 
 class Item(NamedTuple):
-    """What is worked on: addresses and 64-bit integers, but for ``scale`` and ``alone``."""
+    """What is worked on: addresses and 64-bit integers, but for the vectors and ``alone``."""
 
     head: Value  # the first K/V head
     n_heads: Value
@@ -31,12 +34,20 @@ class Item(NamedTuple):
     cells: Value  # the unit's part of the list
     n: Value  # cells in it
     row_of_scores: Value  # bytes of the scores of one query head
-    scale: Value  # a vector
+    scale: Value  # a vector, of what soft-capping does last where there is any
+    into_cap: Value  # a vector, of what it does first
+    sinks: Value  # the first query head's sink, if there are any
     partials: Value  # the thread's memory, see KernelShape
     scores: Value
     results: Value  # where weighted V, highest scores and sums are left, a head after the other
     out: Value  # where the token's attention belongs
     alone: Value  # whether there is no other unit for the token
+
+
+def sink(x: Vectors, shape: KernelShape, sinks: Value, head: Value, g: int) -> Value:
+    """The sink of a query head of a K/V head's group, in every lane, in the units of scores."""
+    place = x.at(sinks, x.b.mul(head, I64(4 * shape.group)))
+    return x.b.fmul(x.splat(x.scalar(F32, place, 4 * g)), x.constant(LOG2_E))
 
 
 class ItemCode:
@@ -139,20 +150,29 @@ class ItemCode:
                 for j in range(n_parts)
             ]
             (folded,) = x.fold(parts, n_parts.bit_length() - 1, n_parts)
-            score = b.fmul(x.in_order(folded), self.item.scale)
+            score = x.in_order(folded)
+            if self.shape.softcap:
+                score = x.tanh(b.fmul(score, self.item.into_cap))
+            score = b.fmul(score, self.item.scale)
             inside = x.in_front(b.sub(left, I64(at)))
             x.store(b.select(inside, score, x.constant(_MINUS_INF)), place, 4 * at)
 
     # -- weights
 
     def _softmax(self, head: Value) -> None:
-        """Put weights in the place of scores; leave the highest score and the sum."""
+        """Put weights in the place of scores; leave the highest score and the sum.
+
+        A sink belongs to the token: a unit that is not alone leaves it to who adds up the parts.
+        """
         b, x, shape, item = self.b, self.x, self.shape, self.item
         n_blocks = self._blocks(x.lanes)
         one, result = x.constant(1.0), self._result(head)
         for g in range(shape.group):
             scores = self._scores_at(head, g, I64(0))
             top = x.across(self._over(scores, n_blocks, _MINUS_INF, x.larger), x.larger)
+            sink = self._sink(head, g)
+            if sink is not None:
+                top = b.select(item.alone, x.larger(sink, top), top)
 
             def weigh(
                 i: Value, seen: list[Value], scores: Value = scores, top: Value = top
@@ -167,10 +187,16 @@ class ItemCode:
 
             (sums,) = x.loop(n_blocks, [x.constant(0.0)], weigh)
             total = x.across(sums, b.fadd)
+            if sink is not None:
+                more = b.fadd(total, x.exp2(b.fsub(sink, top)))
+                total = b.select(item.alone, more, total)
             for i, value in enumerate((top, total)):
                 at = 4 * (shape.group * (shape.head_dim_v + i) + g)
                 x.store(b.extract_element(value, I32(0)), result, at)
             self._scale(scores, n_blocks, b.select(item.alone, b.fdiv(one, total), one))
+
+    def _sink(self, head: Value, g: int) -> Value | None:
+        return sink(self.x, self.shape, self.item.sinks, head, g) if self.shape.sinks else None
 
     def _over(
         self, place: Value, n: Value, start: float, combine: Callable[[Value, Value], Value]

@@ -23,6 +23,8 @@ class KernelShape(NamedTuple):
     group: int  # query heads a K/V head
     lanes: int  # floats a vector, of which both head sizes are multiples
     registers: int  # vectors that accumulate at once
+    softcap: bool = False
+    sinks: bool = False
 
     @property
     def item_floats(self) -> int:
