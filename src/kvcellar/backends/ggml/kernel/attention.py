@@ -13,12 +13,17 @@ import ctypes as c
 import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
-from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, UNIT, KernelShape
+from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
 from kvcellar.plan import CellLists
-from kvcellar.types import AnyArray, CacheSpec, Int32Array, KVType
+from kvcellar.types import AnyArray, CacheSpec, Int32Array, LayerSpec
 
 MAX_TOKENS = 63
 """With more, flash attention works on tiles of queries, and is about as fast."""
+
+MULTIPLE = 4
+"""What heads are a multiple of: the narrowest vector."""
+MAX_HEAD = 512
+"""Loops over a head are unrolled, for each query head of a group."""
 
 
 class Work(c.Structure):
@@ -46,12 +51,26 @@ def why_no_kernel(spec: CacheSpec) -> str | None:
     """Why the kernel cannot run over such a cache; None if it can."""
     if spec.v_trans:
         return "it needs flash_attn=True"
-    if spec.type_k is not KVType.F16 or spec.type_v is not KVType.F16:
-        return f"it needs K and V as f16, not {spec.type_k.label} and {spec.type_v.label}"
-    for layer in spec.layers:
-        if layer.head_dim_k % 4 or layer.head_dim_v % 4:
-            return f"heads of {layer.head_dim_k} and {layer.head_dim_v} are no multiples of 4"
-    return why_not()
+    if spec.type_k not in TYPES or spec.type_v not in TYPES:
+        known = ", ".join(kind.label for kind in TYPES)
+        own = f"{spec.type_k.label} and {spec.type_v.label}"
+        return f"it needs K and V as one of {known}, not {own}"
+    reasons = (why_no_layer(spec, layer) for layer in spec.layers)
+    return next(filter(None, reasons), None) or why_not()
+
+
+def why_no_layer(spec: CacheSpec, layer: LayerSpec) -> str | None:
+    """Why the kernel cannot run over a layer of such a cache; None if it can."""
+    if layer.v_offset is not None:
+        return "V is part of K, which all query heads share: code for so many would be huge"
+    for d, kind in ((layer.head_dim_k, spec.type_k), (layer.head_dim_v, spec.type_v)):
+        if d % max(kind.block_size, MULTIPLE):
+            return (
+                f"heads of {d} as {kind.label} are no multiple of {max(kind.block_size, MULTIPLE)}"
+            )
+        if d > MAX_HEAD:
+            return f"heads of {d} are larger than {MAX_HEAD}: code for them would be huge"
+    return None
 
 
 class AttentionKernel:
@@ -81,7 +100,8 @@ class AttentionKernel:
             lanes //= 2
         group = n_head // spec.n_head_kv
         sizes = (spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
-        shape = KernelShape(*sizes, softcap=softcap, sinks=sinks)
+        types = (self._spec.type_k, self._spec.type_v)
+        shape = KernelShape(*sizes, *types, softcap=softcap, sinks=sinks)
         self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
         return compile_attention(shape).address
 

@@ -39,6 +39,7 @@ class Vectors:
         self.lanes = lanes
         self.type = ir.VectorType(F32, lanes)
         self._half = ir.VectorType(HALF, lanes)
+        self._byte = ir.VectorType(BYTE, lanes)
 
     # -- scalars and memory
 
@@ -64,6 +65,15 @@ class Vectors:
         """Load ``lanes`` halves as floats."""
         halves = self.b.load(self.at(pointer, offset), typ=self._half, align=2)
         return self.b.fpext(halves, self.type)
+
+    def load_bytes(self, pointer: Value, offset: Value | int = 0) -> Value:
+        """Load ``lanes`` bytes."""
+        return self.b.load(self.at(pointer, offset), typ=self._byte, align=1)
+
+    def floats(self, values: Value) -> Value:
+        """Signed bytes as floats."""
+        wide = self.b.sext(values, ir.VectorType(I32, self.lanes))
+        return self.b.sitofp(wide, self.type)
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Store a vector or a scalar."""
