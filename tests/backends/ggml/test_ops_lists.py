@@ -107,5 +107,6 @@ def test_lists_give_what_the_stored_rows_say(
 
 
 def test_the_layers_lie_under_transforms_and_not() -> None:
-    spec = CacheSpec(SIZE, 1, (LayerSpec(2, 128, 64), LayerSpec(2, 32, 96)), *[KVType.Q8_0] * 2)
+    layers = (LayerSpec(2, 128, 64), LayerSpec(2, 32, 96))
+    spec = CacheSpec(SIZE, 1, layers, KVType.Q8_0, KVType.Q8_0)
     assert [(spec.hadamard_k(i), spec.hadamard_v(i)) for i in (0, 1)] == [(128, 64), (0, 0)]

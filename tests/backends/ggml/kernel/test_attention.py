@@ -19,6 +19,7 @@ from kvcellar.backends.ggml.kernel import attention
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel, unit_sizes, why_no_kernel
 from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
+from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
 
@@ -328,7 +329,10 @@ def test_scores_of_any_size_give_finite_weights() -> None:
 )
 def test_what_does_not_suit_is_named(options: dict[str, Any], reason: str) -> None:
     given_options: dict[str, Any] = {"layers": (LayerSpec(1, 32, 32),), **options}
-    assert re.search(reason, why_no_kernel(CacheSpec(8, 1, **given_options)) or "")
+    spec = CacheSpec(8, 1, **given_options)
+    assert re.search(reason, why_no_kernel(spec) or "")
+    with pytest.raises(NotSupported, match=reason):
+        AttentionKernel(spec, 1)
 
 
 @pytest.mark.parametrize("type_v", TYPES)

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, LayerSpec
 
@@ -74,11 +75,17 @@ def why_no_layer(spec: CacheSpec, layer: LayerSpec) -> str | None:
 
 
 class AttentionKernel:
-    """Compiles kernels for the layers of a cache, and holds what they work on."""
+    """Compiles kernels for the layers of a cache, and holds what they work on.
+
+    Raises:
+        NotSupported: :func:`why_no_kernel` says so.
+    """
 
     max_tokens = MAX_TOKENS
 
     def __init__(self, spec: CacheSpec, n_threads: int) -> None:
+        if reason := why_no_kernel(spec):
+            raise NotSupported(f"the attention kernel cannot run: {reason}")
         self._spec = spec
         self._n_threads = n_threads
         self._work = Work()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
-from kvcellar.backends.ggml.kernel.item import LOG2_E, Item, ItemCode, sink
+from kvcellar.backends.ggml.kernel.item import LOG2_E, Item, ItemCode, sink_of
 from kvcellar.backends.ggml.kernel.shape import KernelShape
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
 
@@ -144,7 +144,7 @@ class _Kernel:
             own = x.at(out, self._times(head, 4 * shape.group * shape.head_dim_v))
             step = self._times(self.n_head_kv, 4 * shape.item_floats)
             for g in range(shape.group):
-                first = sink(x, shape, self.sinks, head, g) if shape.sinks else None
+                first = sink_of(x, shape, self.sinks, head, g) if shape.sinks else None
                 self._combine_head(g, base, step, n_units, own, first)
 
     def _token_of(self, unit: Value) -> Value:

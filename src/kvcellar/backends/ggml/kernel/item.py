@@ -45,7 +45,7 @@ class Item(NamedTuple):
     alone: Value  # whether there is no other unit for the token
 
 
-def sink(x: Vectors, shape: KernelShape, sinks: Value, head: Value, g: int) -> Value:
+def sink_of(x: Vectors, shape: KernelShape, sinks: Value, head: Value, g: int) -> Value:
     """The sink of a query head of a K/V head's group, in every lane, in the units of scores."""
     place = x.at(sinks, x.b.mul(head, I64(4 * shape.group)))
     return x.b.fmul(x.splat(x.scalar(F32, place, 4 * g)), x.constant(LOG2_E))
@@ -199,7 +199,7 @@ class ItemCode:
             self._scale(scores, n_blocks, b.select(item.alone, b.fdiv(one, total), one))
 
     def _sink(self, head: Value, g: int) -> Value | None:
-        return sink(self.x, self.shape, self.item.sinks, head, g) if self.shape.sinks else None
+        return sink_of(self.x, self.shape, self.item.sinks, head, g) if self.shape.sinks else None
 
     def _over(
         self, place: Value, n: Value, start: float, combine: Callable[[Value, Value], Value]
