@@ -167,7 +167,7 @@ def test_with_the_kernel_v_lies_in_rows_for_one_sequence_too(model: Model) -> No
             assert context.spec.flash_attn
 
 
-@pytest.mark.parametrize("options", [{"type_k": "q8_0"}, {"flash_attn": False}])
+@pytest.mark.parametrize("options", [{"type_k": "q5_1"}, {"flash_attn": False}])
 def test_a_kernel_that_is_asked_for_and_cannot_run_is_an_error(
     model: Model, options: dict[str, Any]
 ) -> None:

@@ -157,15 +157,18 @@ class AttentionNodes:
         sinks: int | None,
     ) -> int:
         """Our own kernel, over the cells of the plan's lists alone."""
-        if softcap or sinks is not None:
-            raise NotSupported("the kernel knows neither soft-capping nor sinks: use kernel=False")
         n_head, n = self._nodes.ne(q)[1:3]
-        d_v = self._store.spec.layers[layer].head_dim_v
-        function, task = kernel.function(layer, n_head), kernel.task(scale)
-        tensors = [q, self._store.k[layer], self._v_rows(layer)]
+        spec, d_v = self._store.spec, self._store.spec.layers[layer].head_dim_v
+        capped, sunk = bool(softcap), sinks is not None
+        function = kernel.function(layer, n_head, softcap=capped, sinks=sunk)
+        task = kernel.task(scale, softcap)
+        tensors = [q, self._store.k[layer], self._store.v[layer]]
+        if sinks is not None:
+            tensors.append(self._nodes.f32(sinks))
         sources = (c.c_void_p * len(tensors))(*tensors)
         shape, shared = (TYPE_F32, d_v, n_head, n, 1), (function, ALL_THREADS, task)
-        return self._flat(self._node("ggml_custom_4d", *shape, sources, len(tensors), *shared))
+        out = self._node("ggml_custom_4d", *shape, sources, len(tensors), *shared)
+        return self._flat(self._nodes.mix(out, spec.hadamard_v(layer)))
 
     def _flat(self, x: int) -> int:
         """``[n, n_head, d]`` to ``[n, n_head * d]``."""
@@ -192,15 +195,6 @@ class AttentionNodes:
         row, head = (spec.type_v.row_bytes(n) for n in (shape.n_embd_v, shape.head_dim_v))
         ne = (shape.head_dim_v, self._plan.n_kv, shape.n_head_kv)
         return self._node("ggml_view_3d", self._store.v[layer], *ne, row, head, 0)
-
-    def _v_rows(self, layer: int) -> int:
-        """All rows of V; where it is part of K there is one K/V head."""
-        spec, shape = self._store.spec, self._store.spec.layers[layer]
-        if shape.v_offset is None:
-            return self._store.v[layer]
-        row, start = (spec.type_k.row_bytes(n) for n in (shape.n_embd_k, shape.v_offset))
-        ne = (shape.head_dim_v, spec.size)
-        return self._node("ggml_view_2d", self._store.k[layer], *ne, row, start)
 
     def _turned(self, layer: int) -> int:
         """A copy of V that lies across, turned to ``[n_head_kv, n_kv, d]``.

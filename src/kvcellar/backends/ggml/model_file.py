@@ -9,7 +9,8 @@ from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.model_memory import GgmlMemory, why_no_kernel
+from kvcellar.backends.ggml.kernel.attention import why_no_kernel
+from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.backends.operations import Forward
 from kvcellar.memory import MemorySpec

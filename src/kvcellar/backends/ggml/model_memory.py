@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.kernel import attention
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel
+from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.memory import LayerPlace, MemorySpec
@@ -68,13 +67,6 @@ class GgmlMemory:
     def generation(self) -> tuple[int, ...]:
         """Changes when tensors move: graphs that point at them are void then."""
         return tuple(store.generation for store in self.groups)
-
-
-def why_no_kernel(spec: CacheSpec) -> str | None:
-    """Why few tokens of a group cannot attend over lists; None if they can."""
-    if any(layer.v_offset is not None and layer.n_head_kv > 1 for layer in spec.layers):
-        return "V of several heads is part of K"
-    return attention.why_no_kernel(spec)
 
 
 def _kernel(spec: CacheSpec, backend: GgmlBackend) -> AttentionKernel | None:

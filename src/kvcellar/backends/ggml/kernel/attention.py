@@ -13,12 +13,18 @@ import ctypes as c
 import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
-from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, UNIT, KernelShape
+from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
-from kvcellar.types import AnyArray, CacheSpec, Int32Array, KVType
+from kvcellar.types import AnyArray, CacheSpec, Int32Array, LayerSpec
 
 MAX_TOKENS = 63
 """With more, flash attention works on tiles of queries, and is about as fast."""
+
+MULTIPLE = 4
+"""What heads are a multiple of: the narrowest vector."""
+MAX_HEAD = 512
+"""Loops over a head are unrolled, for each query head of a group."""
 
 
 class Work(c.Structure):
@@ -39,49 +45,77 @@ class Work(c.Structure):
 class Task(c.Structure):
     """The user data of a node; ``code.TASK``."""
 
-    _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float))
+    _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float), ("softcap", c.c_float))
 
 
 def why_no_kernel(spec: CacheSpec) -> str | None:
     """Why the kernel cannot run over such a cache; None if it can."""
     if spec.v_trans:
         return "it needs flash_attn=True"
-    if spec.type_k is not KVType.F16 or spec.type_v is not KVType.F16:
-        return f"it needs K and V as f16, not {spec.type_k.label} and {spec.type_v.label}"
-    for layer in spec.layers:
-        if layer.head_dim_k % 4 or layer.head_dim_v % 4:
-            return f"heads of {layer.head_dim_k} and {layer.head_dim_v} are no multiples of 4"
-    return why_not()
+    if spec.type_k not in TYPES or spec.type_v not in TYPES:
+        known = ", ".join(kind.label for kind in TYPES)
+        own = f"{spec.type_k.label} and {spec.type_v.label}"
+        return f"it needs K and V as one of {known}, not {own}"
+    reasons = (why_no_layer(spec, layer) for layer in spec.layers)
+    return next(filter(None, reasons), None) or why_not()
+
+
+def why_no_layer(spec: CacheSpec, layer: LayerSpec) -> str | None:
+    """Why the kernel cannot run over a layer of such a cache; None if it can."""
+    if layer.v_offset is not None:
+        return "V is part of K, which all query heads share: code for so many would be huge"
+    for d, kind in ((layer.head_dim_k, spec.type_k), (layer.head_dim_v, spec.type_v)):
+        if d % max(kind.block_size, MULTIPLE):
+            return (
+                f"heads of {d} as {kind.label} are no multiple of {max(kind.block_size, MULTIPLE)}"
+            )
+        if d > MAX_HEAD:
+            return f"heads of {d} are larger than {MAX_HEAD}: code for them would be huge"
+    return None
 
 
 class AttentionKernel:
-    """Compiles kernels for the layers of a cache, and holds what they work on."""
+    """Compiles kernels for the layers of a cache, and holds what they work on.
+
+    Raises:
+        NotSupported: :func:`why_no_kernel` says so.
+    """
 
     max_tokens = MAX_TOKENS
 
     def __init__(self, spec: CacheSpec, n_threads: int) -> None:
+        if reason := why_no_kernel(spec):
+            raise NotSupported(f"the attention kernel cannot run: {reason}")
         self._spec = spec
         self._n_threads = n_threads
         self._work = Work()
-        self._tasks: dict[float, Task] = {}
+        self._tasks: dict[tuple[float, float], Task] = {}
         self._shapes: dict[KernelShape, int] = {}  # with their largest n_head_kv
         self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
 
-    def function(self, layer: int, n_head: int) -> int:
-        """The address of the kernel for a layer with so many query heads."""
+    def function(
+        self, layer: int, n_head: int, *, softcap: bool = False, sinks: bool = False
+    ) -> int:
+        """The address of the kernel for a layer with so many query heads.
+
+        It reads q, K, V and, if there are any, sinks as f32: the sources of its node.
+        """
         spec, native = self._spec.layers[layer], processor()
         assert native is not None, "why_no_kernel() was not asked"
         lanes = native.lanes
         while spec.head_dim_k % lanes or spec.head_dim_v % lanes:
             lanes //= 2
         group = n_head // spec.n_head_kv
-        shape = KernelShape(spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
+        sizes = (spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
+        types = (self._spec.type_k, self._spec.type_v)
+        shape = KernelShape(*sizes, *types, softcap=softcap, sinks=sinks)
         self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
         return compile_attention(shape).address
 
-    def task(self, scale: float) -> int:
-        """The address of the user data for nodes with that scale."""
-        task = self._tasks.setdefault(scale, Task(c.pointer(self._work), scale))
+    def task(self, scale: float, softcap: float = 0.0) -> int:
+        """The address of the user data for nodes with that scale and cap, 0 for none."""
+        new = Task(c.pointer(self._work), scale, softcap)
+        task = self._tasks.setdefault((scale, softcap), new)
         return c.addressof(task)
 
     def load(self, lists: CellLists) -> None:

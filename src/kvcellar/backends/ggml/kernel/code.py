@@ -12,18 +12,16 @@ that finishes the last of them adds the parts up, so that no thread waits for an
 
 from __future__ import annotations
 
-from math import e, log2
-
 from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
-from kvcellar.backends.ggml.kernel.item import Item, ItemCode
+from kvcellar.backends.ggml.kernel.item import LOG2_E, Item, ItemCode, sink_of
 from kvcellar.backends.ggml.kernel.shape import KernelShape
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
 
 FUNCTION = "attend"
 WORK = ir.LiteralStructType([POINTER] * 7 + [I64])  # attention.Work
-TASK = ir.LiteralStructType([POINTER, F32])  # attention.Task
+TASK = ir.LiteralStructType([POINTER, F32, F32])  # attention.Task
 
 
 def kernel_ir(shape: KernelShape, triple: str) -> str:
@@ -55,11 +53,16 @@ class _Kernel:
         dst, ith, nth, task = function.args
         self.ith, self.nth = x.i64(ith), x.i64(nth)
         self.dst = _Tensor(x, dst)
-        self.q, self.k, self.v = (
-            _Tensor(x, x.scalar(POINTER, dst, Tensor.src.offset + 8 * i)) for i in range(3)
-        )
-        work, scale = self._fields(task, TASK)
-        self.scale = x.splat(self.b.fmul(scale, F32(log2(e))))  # scores are powers of two
+        sources = [
+            _Tensor(x, x.scalar(POINTER, dst, Tensor.src.offset + 8 * i))
+            for i in range(3 + shape.sinks)
+        ]
+        self.q, self.k, self.v = sources[:3]
+        self.sinks = sources[3].data if shape.sinks else None
+        work, scale, cap = self._fields(task, TASK)
+        last = cap if shape.softcap else scale
+        self.scale = x.splat(self.b.fmul(last, F32(LOG2_E)))
+        self.into_cap = x.splat(self.b.fdiv(scale, cap)) if shape.softcap else None
         fields = self._fields(work, WORK)
         self.cells, self.starts, self.units, self.first_unit = fields[:4]
         self.items, self.counters, threads, thread_bytes = fields[4:]
@@ -108,6 +111,8 @@ class _Kernel:
             n=x.smaller(b.sub(self._number(self.starts, following), begin), size),
             row_of_scores=self._times(size, 4),
             scale=self.scale,
+            into_cap=self.into_cap,
+            sinks=self.sinks,
             partials=self.partials,
             scores=x.at(self.partials, 4 * shape.partial_floats),
             results=x.at(self.items, b.mul(unit, row_of_items)),
@@ -139,7 +144,8 @@ class _Kernel:
             own = x.at(out, self._times(head, 4 * shape.group * shape.head_dim_v))
             step = self._times(self.n_head_kv, 4 * shape.item_floats)
             for g in range(shape.group):
-                self._combine_head(g, base, step, n_units, own)
+                first = sink_of(x, shape, self.sinks, head, g) if shape.sinks else None
+                self._combine_head(g, base, step, n_units, own, first)
 
     def _token_of(self, unit: Value) -> Value:
         """How many tokens end at or before the unit."""
@@ -151,14 +157,17 @@ class _Kernel:
 
         return self.x.loop(self.dst.ne[2], [I64(0)], count)[0]
 
-    def _combine_head(self, g: int, base: Value, step: Value, n_units: Value, out: Value) -> None:
+    def _combine_head(
+        self, g: int, base: Value, step: Value, n_units: Value, out: Value, sink: Value | None
+    ) -> None:
         b, x, group, d_v = self.b, self.x, self.shape.group, self.shape.head_dim_v
         at = 4 * (group * d_v + g)
 
         def largest(i: Value, seen: list[Value]) -> list[Value]:
             return [x.larger(x.splat(x.scalar(F32, x.at(base, b.mul(i, step)), at)), seen[0])]
 
-        (top,) = x.loop(n_units, [x.constant(float("-inf"))], largest)
+        lowest = x.constant(float("-inf")) if sink is None else sink
+        (top,) = x.loop(n_units, [lowest], largest)
 
         def add(i: Value, sums: list[Value]) -> list[Value]:
             place = x.at(base, b.mul(i, step))
@@ -167,8 +176,9 @@ class _Kernel:
             parts += [x.load(place, 4 * (g * d_v + c)) for c in range(0, d_v, x.lanes)]
             return [x.fma(weight, p, s) for p, s in zip(parts, sums, strict=True)]
 
-        zero = [x.constant(0.0)] * (1 + d_v // x.lanes)
-        total, *sums = x.loop(n_units, zero, add)
+        zero = x.constant(0.0)
+        at_first = zero if sink is None else x.exp2(b.fsub(sink, top))
+        total, *sums = x.loop(n_units, [at_first, *[zero] * (d_v // x.lanes)], add)
         for c, value in enumerate(sums):
             x.store(b.fdiv(value, total), out, 4 * (g * d_v + c * x.lanes))
 

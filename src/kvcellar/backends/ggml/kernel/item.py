@@ -8,17 +8,21 @@ group that fit the registers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import e, log2
 from typing import NamedTuple
 
+from kvcellar.backends.ggml.kernel.rows import Row
 from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, KernelShape, tiles
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value, Vectors
 
 _AHEAD = PREFETCHED // BLOCK - 1
+LOG2_E = log2(e)
+"""Weights are powers of two, so scores are in these units."""
 _MINUS_INF = float("-inf")
 
 
 class Item(NamedTuple):
-    """What is worked on: addresses and 64-bit integers, but for ``scale`` and ``alone``."""
+    """What is worked on: addresses and 64-bit integers, but for the vectors and ``alone``."""
 
     head: Value  # the first K/V head
     n_heads: Value
@@ -31,12 +35,20 @@ class Item(NamedTuple):
     cells: Value  # the unit's part of the list
     n: Value  # cells in it
     row_of_scores: Value  # bytes of the scores of one query head
-    scale: Value  # a vector
+    scale: Value  # a vector, of what soft-capping does last where there is any
+    into_cap: Value  # a vector, of what it does first
+    sinks: Value  # the first query head's sink, if there are any
     partials: Value  # the thread's memory, see KernelShape
     scores: Value
     results: Value  # where weighted V, highest scores and sums are left, a head after the other
     out: Value  # where the token's attention belongs
     alone: Value  # whether there is no other unit for the token
+
+
+def sink_of(x: Vectors, shape: KernelShape, sinks: Value, head: Value, g: int) -> Value:
+    """The sink of a query head of a K/V head's group, in every lane, in the units of scores."""
+    place = x.at(sinks, x.b.mul(head, I64(4 * shape.group)))
+    return x.b.fmul(x.splat(x.scalar(F32, place, 4 * g)), x.constant(LOG2_E))
 
 
 class ItemCode:
@@ -50,33 +62,34 @@ class ItemCode:
 
     def emit(self) -> None:
         """Leave results, or attention itself where the unit is alone."""
-        self._each_block(self.item.k, self.item.k_row, self.shape.head_dim_k, self._score)
+        item, shape = self.item, self.shape
+        self._each_block(item.k, item.k_row, shape.k_bytes, self._score)
         self._each_head(self._softmax)
         self._each_head(self._clear)
-        self._each_block(self.item.v, self.item.v_row, self.shape.head_dim_v, self._weigh)
+        self._each_block(item.v, item.v_row, shape.v_bytes, self._weigh)
 
     def _each_block(
-        self, base: Value, stride: Value, d: int, body: Callable[[Value, Value], None]
+        self, base: Value, stride: Value, head_bytes: int, body: Callable[[Value, Value], None]
     ) -> None:
         """Blocks outside, heads inside, while the rows of later blocks are on their way."""
 
         def run(block: Value, _: list[Value]) -> list[Value]:
             later = self.b.mul(self.b.add(block, I64(_AHEAD)), I64(BLOCK))
-            self._prefetch(later, base, stride, d)
+            self._prefetch(later, base, stride, head_bytes)
             return self._each_head(lambda head: body(block, head))
 
         self.x.loop(self._blocks(BLOCK), [], run)
 
-    def _prefetch(self, first: Value, base: Value, stride: Value, d: int) -> None:
+    def _prefetch(self, first: Value, base: Value, stride: Value, head_bytes: int) -> None:
         """Ask for a block of rows from a place in the list on, even past the end of the unit."""
         b, x, item = self.b, self.x, self.item
-        start = x.at(base, b.mul(item.head, I64(2 * d)))
+        start = x.at(base, b.mul(item.head, I64(head_bytes)))
 
         def row(i: Value, _: list[Value]) -> list[Value]:
-            place = self._row(start, stride, b.add(first, i))
+            place = self._place(start, stride, b.add(first, i))
 
             def head(j: Value, _: list[Value]) -> list[Value]:
-                x.prefetch(x.at(place, b.mul(j, I64(2 * d))), 2 * d)
+                x.prefetch(x.at(place, b.mul(j, I64(head_bytes))), head_bytes)
                 return []
 
             return x.loop(item.n_heads, [], head)
@@ -97,31 +110,32 @@ class ItemCode:
         b, x, item, shape = self.b, self.x, self.item, self.shape
         first = b.mul(block, I64(BLOCK))
         left = b.sub(item.n, first)
-        keys = x.at(item.k, b.mul(head, I64(2 * shape.head_dim_k)))
+        keys = x.at(item.k, b.mul(head, I64(shape.k_bytes)))
         q = x.at(item.q, b.mul(b.mul(head, I64(shape.group)), item.q_head))
         last = b.sub(item.n, I64(1))
 
         def quad(i: Value, _: list[Value]) -> list[Value]:
             start = b.add(first, b.mul(i, I64(QUAD)))
             numbers = [x.smaller(b.add(start, I64(r)), last) for r in range(QUAD)]
-            rows = [self._row(keys, item.k_row, number) for number in numbers]
+            places = [self._place(keys, item.k_row, number) for number in numbers]
             place = x.at(item.partials, b.mul(i, I64(4 * x.lanes)))
             for heads in tiles(shape.group, max(1, shape.registers // QUAD)):
-                self._products(q, rows, heads, place)
+                self._products(q, places, heads, place)
             return []
 
         x.loop(BLOCK // QUAD, [], quad)
         for g in range(shape.group):
             self._fold_scores(g, left, self._scores_at(head, g, first))
 
-    def _products(self, q: Value, rows: list[Value], heads: range, place: Value) -> None:
+    def _products(self, q: Value, places: list[Value], heads: range, place: Value) -> None:
         x = self.x
+        rows = [Row(x, self.shape.type_k, at) for at in places]
         sums = [[x.constant(0.0)] * QUAD for _ in heads]
         queries = [x.at(q, self.b.mul(self.item.q_head, I64(g))) for g in heads]
         for start in range(0, self.shape.head_dim_k, x.lanes):
             parts = [x.load(query, 4 * start) for query in queries]
             for r, row in enumerate(rows):
-                key = x.load_half(row, 2 * start)
+                key = row.load(start)
                 for own, part in zip(sums, parts, strict=True):
                     own[r] = x.fma(key, part, own[r])
         for g, own in zip(heads, sums, strict=True):
@@ -139,20 +153,29 @@ class ItemCode:
                 for j in range(n_parts)
             ]
             (folded,) = x.fold(parts, n_parts.bit_length() - 1, n_parts)
-            score = b.fmul(x.in_order(folded), self.item.scale)
+            score = x.in_order(folded)
+            if self.shape.softcap:
+                score = x.tanh(b.fmul(score, self.item.into_cap))
+            score = b.fmul(score, self.item.scale)
             inside = x.in_front(b.sub(left, I64(at)))
             x.store(b.select(inside, score, x.constant(_MINUS_INF)), place, 4 * at)
 
     # -- weights
 
     def _softmax(self, head: Value) -> None:
-        """Put weights in the place of scores; leave the highest score and the sum."""
+        """Put weights in the place of scores; leave the highest score and the sum.
+
+        A sink belongs to the token: a unit that is not alone leaves it to who adds up the parts.
+        """
         b, x, shape, item = self.b, self.x, self.shape, self.item
         n_blocks = self._blocks(x.lanes)
         one, result = x.constant(1.0), self._result(head)
         for g in range(shape.group):
             scores = self._scores_at(head, g, I64(0))
             top = x.across(self._over(scores, n_blocks, _MINUS_INF, x.larger), x.larger)
+            sink = self._sink(head, g)
+            if sink is not None:
+                top = b.select(item.alone, x.larger(sink, top), top)
 
             def weigh(
                 i: Value, seen: list[Value], scores: Value = scores, top: Value = top
@@ -167,10 +190,16 @@ class ItemCode:
 
             (sums,) = x.loop(n_blocks, [x.constant(0.0)], weigh)
             total = x.across(sums, b.fadd)
+            if sink is not None:
+                more = b.fadd(total, x.exp2(b.fsub(sink, top)))
+                total = b.select(item.alone, more, total)
             for i, value in enumerate((top, total)):
                 at = 4 * (shape.group * (shape.head_dim_v + i) + g)
                 x.store(b.extract_element(value, I32(0)), result, at)
             self._scale(scores, n_blocks, b.select(item.alone, b.fdiv(one, total), one))
+
+    def _sink(self, head: Value, g: int) -> Value | None:
+        return sink_of(self.x, self.shape, self.item.sinks, head, g) if self.shape.sinks else None
 
     def _over(
         self, place: Value, n: Value, start: float, combine: Callable[[Value, Value], Value]
@@ -204,7 +233,7 @@ class ItemCode:
         b, x, shape, item = self.b, self.x, self.shape, self.item
         first = b.mul(block, I64(BLOCK))
         n = x.smaller(b.sub(item.n, first), I64(BLOCK))
-        values = x.at(item.v, b.mul(head, I64(2 * shape.head_dim_v)))
+        values = x.at(item.v, b.mul(head, I64(shape.v_bytes)))
         weights = [self._scores_at(head, g, first) for g in range(shape.group)]
         place = self._sums(head)
         cells = x.at(item.cells, b.mul(first, I64(4)))
@@ -217,7 +246,7 @@ class ItemCode:
                 def cell(
                     i: Value, sums: list[Value], heads: range = heads, part: range = part
                 ) -> list[Value]:
-                    row = self._row(values, item.v_row, i, cells)
+                    row = Row(x, shape.type_v, self._place(values, item.v_row, i, cells))
                     own = [x.scalar(F32, weights[g], b.mul(i, I64(4))) for g in heads]
                     return self._add_row(row, own, part, sums)
 
@@ -225,10 +254,10 @@ class ItemCode:
                     x.store(value, place, offset)
 
     def _add_row(
-        self, row: Value, weights: list[Value], part: range, sums: list[Value]
+        self, row: Row, weights: list[Value], part: range, sums: list[Value]
     ) -> list[Value]:
         x, n = self.x, len(part)
-        values = [x.load_half(row, 2 * c * x.lanes) for c in part]
+        values = [row.load(c * x.lanes) for c in part]
         result = []
         for j, weight in enumerate(weights):
             many, own = x.splat(weight), sums[j * n : (j + 1) * n]
@@ -237,7 +266,7 @@ class ItemCode:
 
     # -- places
 
-    def _row(self, base: Value, stride: Value, i: Value, cells: Value = None) -> Value:
+    def _place(self, base: Value, stride: Value, i: Value, cells: Value = None) -> Value:
         cell = self.x.scalar(I32, cells or self.item.cells, self.b.mul(i, I64(4)))
         return self.x.at(base, self.b.mul(self.x.i64(cell), stride))
 

@@ -7,7 +7,7 @@ widened where they are loaded. Sums are in a fixed order, so that results repeat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import log
+from math import e, log, log2
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +22,8 @@ BYTE, HALF, F32, I32, I64 = (
 POINTER = ir.PointerType()
 _EXP2 = [log(2.0) ** 6 / 720, log(2.0) ** 5 / 120, log(2.0) ** 4 / 24]
 _EXP2 += [log(2.0) ** 3 / 6, log(2.0) ** 2 / 2, log(2.0), 1.0]
+_TANH = [62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0]
+_SMALL = 0.25  # below it so many terms of the series of tanh are exact to half a bit
 _LINE = 64  # bytes that memory is read in
 _SMALLEST = -126.0  # the exponent of the smallest normal f32
 
@@ -37,6 +39,7 @@ class Vectors:
         self.lanes = lanes
         self.type = ir.VectorType(F32, lanes)
         self._half = ir.VectorType(HALF, lanes)
+        self._byte = ir.VectorType(BYTE, lanes)
 
     # -- scalars and memory
 
@@ -62,6 +65,15 @@ class Vectors:
         """Load ``lanes`` halves as floats."""
         halves = self.b.load(self.at(pointer, offset), typ=self._half, align=2)
         return self.b.fpext(halves, self.type)
+
+    def load_bytes(self, pointer: Value, offset: Value | int = 0) -> Value:
+        """Load ``lanes`` bytes."""
+        return self.b.load(self.at(pointer, offset), typ=self._byte, align=1)
+
+    def floats(self, values: Value) -> Value:
+        """Signed bytes as floats."""
+        wide = self.b.sext(values, ir.VectorType(I32, self.lanes))
+        return self.b.sitofp(wide, self.type)
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Store a vector or a scalar."""
@@ -140,6 +152,19 @@ class Vectors:
         biased = b.add(b.fptosi(whole, bits), ir.Constant(bits, [I32(127)] * self.lanes))
         power = b.shl(biased, ir.Constant(bits, [I32(23)] * self.lanes))
         return b.fmul(result, b.bitcast(power, self.type))
+
+    def tanh(self, x: Value) -> Value:
+        """The hyperbolic tangent, as exact for small x as for large; NaN stays NaN."""
+        b, one = self.b, self.constant(1.0)
+        size = self._intrinsic("llvm.fabs", x)
+        power = self.exp2(b.fmul(size, self.constant(-2 * log2(e))))
+        large = b.fdiv(b.fsub(one, power), b.fadd(one, power))
+        square, series = b.fmul(x, x), self.constant(_TANH[0])
+        for factor in _TANH[1:]:
+            series = self.fma(series, square, self.constant(factor))
+        small = b.fcmp_ordered("<", size, self.constant(_SMALL))
+        large = self._intrinsic("llvm.copysign", large, x)
+        return b.select(small, b.fmul(series, x), large)
 
     def across(self, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined into one, which is then in every lane."""
