@@ -82,8 +82,9 @@ def test_listed_tokens_are_as_likely_as_recorded_on_average(
     for name, token in fork["next"].items():
         with parent.fork() as child:
             errors.append(assert_close(child.append([token]).logits, fork["last"][name]))
-    parent.append(back["wrong_turn"]).trim(len(back["wrong_turn"])).append([back["then"]])
-    errors.append(assert_close(parent.logits, back["last"]))
+    sequence = context.sequence(back["prompt"])
+    sequence.append(back["wrong_turn"]).trim(len(back["wrong_turn"])).append([back["then"]])
+    errors.append(assert_close(sequence.logits, back["last"]))
     assert np.concatenate(errors).mean() < 0.12
 
 
