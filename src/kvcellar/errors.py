@@ -24,6 +24,10 @@ raises one of these has changed nothing (invariant 5), unless its docstring says
     │   ├── LibraryError            a backend's library is absent or of another version
     │   ├── AllocationError         a buffer could not be had; names it and its bytes
     │   └── ComputeError            a graph failed to compute
+    ├── SnapshotError
+    │   ├── SnapshotFileError       missing, truncated, damaged, or not a snapshot
+    │   ├── SnapshotMismatch        of another model, K/V type or shape; names what differs
+    │   └── StoreError              a store of snapshots cannot be opened, read or written
     └── ClosedError                 a model, context or sequence used after close()
 """
 
@@ -128,6 +132,35 @@ class AllocationError(BackendError):
 
 class ComputeError(BackendError):
     """A graph failed to compute; the cells placed for it were released."""
+
+
+class SnapshotError(KVCellarError):
+    """A snapshot that cannot be saved or loaded; the cache is as it was."""
+
+
+class SnapshotFileError(SnapshotError):
+    """The file is missing, truncated, damaged, or no snapshot; nothing of it was used."""
+
+
+class SnapshotMismatch(SnapshotError):
+    """The snapshot belongs to another model or shape of cache.
+
+    Attributes:
+        field: what differs.
+        stored: its value in the snapshot.
+        wanted: its value here.
+    """
+
+    def __init__(self, field: str, stored: object, wanted: object, hint: str = "") -> None:
+        self.field = field
+        self.stored = stored
+        self.wanted = wanted
+        remedy = f": {hint}" if hint else ""
+        super().__init__(f"the snapshot has {field} {stored}, here it is {wanted}{remedy}")
+
+
+class StoreError(SnapshotError):
+    """A store of snapshots cannot be opened, read or written."""
 
 
 class ClosedError(KVCellarError):
