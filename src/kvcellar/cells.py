@@ -132,9 +132,14 @@ class CellTable(CellState):
     # -- what caches build on
 
     def place(
-        self, cells: Int64Array, positions: Int32Array, owners: OwnerBits, tokens: Int32Array | None
+        self,
+        cells: Int64Array,
+        positions: Int32Array,
+        owners: OwnerBits,
+        tokens: Int32Array | None,
+        pending: int = 0,
     ) -> None:
-        """Put tokens into free cells; head stays where it is."""
+        """Put tokens into free cells, K rows ``pending`` before them; head stays where it is."""
         at = as_cells(cells)
         is_taken = (self.positions[at] >= 0).any()
         if is_taken or (self.reserved is not None and self.reserved[at].any()):
@@ -143,6 +148,8 @@ class CellTable(CellState):
         self.owners[:, at] = owners
         if tokens is not None:
             self.tokens[at] = tokens
+        self.pending[at] = pending
+        self._shifted |= pending != 0
         self.used += len(cells)
         self._bound = max(self._bound, cell_bounds(at)[1])
         rows, seq_ids = unpack_owners(owners)

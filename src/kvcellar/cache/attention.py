@@ -21,6 +21,7 @@ from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.base import Coupled, OnShared
+from kvcellar.cache.cell_porting import PortsCells
 from kvcellar.cache.decoding import Decoding
 from kvcellar.cache.placement import (
     CellPart,
@@ -40,7 +41,7 @@ from kvcellar.plan import MicroBatch, split_simple
 from kvcellar.types import CacheSpec
 
 
-class AttentionCache(Tabled, Decoding):
+class AttentionCache(Tabled, PortsCells, Decoding):
     """Every verb of llama.cpp's cache; see :class:`kvcellar.cache.base.Cache`.
 
     Args:

@@ -6,11 +6,12 @@ is counted up and down: who refers to what is asked when a row is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kvcellar.cache.checkpoints import Checkpoint, CheckpointPolicy
+from kvcellar.cache.content import StateContent
 from kvcellar.cache.held_state import HeldState
 from kvcellar.cache.history import History
 from kvcellar.cache.state_placement import Piece
@@ -91,6 +92,32 @@ class HeldStates:
         """Change what is held of every sequence; those that share it share it still."""
         known = {held: change(held) for held in self.of if held}
         self.of[:] = [held and known[held] for held in self.of]
+
+    # -- what was taken out of a cache and is put in
+
+    def adopt(
+        self, content: StateContent, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
+    ) -> None:
+        """Let sequences hold states that were written into ``rows``, by their numbers."""
+        texts: dict[object, HeldState] = {}  # those with the same text share its history
+        serials = {state: self._made + i for i, state in enumerate(reversed(rows), 1)}
+        self._made += len(rows)
+        for number, seq in enumerate(seq_ids):
+            if (held := content.held[number]) is None:
+                self.of[seq] = None
+                continue
+            kept = tuple(
+                Checkpoint(n, rows[state], serials[state])
+                for n, state in held.checkpoints
+                if state in rows
+            )
+            key = (held.state, held.tokens.tobytes(), held.positions.tobytes(), kept)
+            if key not in texts:
+                at = held.positions + np.int32(shift)
+                history = History.empty().extended(held.tokens, at)
+                texts[key] = HeldState(rows[held.state], history, kept)
+            self.of[seq] = texts[key]
+        self._shrink()
 
     # -- decoding
 

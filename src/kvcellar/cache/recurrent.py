@@ -33,6 +33,7 @@ from kvcellar.cache.placement import Placement, micro_batch
 from kvcellar.cache.recorded import Recorded
 from kvcellar.cache.state_checks import check_follows
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
+from kvcellar.cache.state_porting import PortsStates
 from kvcellar.cache.state_transaction import StateTransaction
 from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.errors import CacheError, OptionError
@@ -49,7 +50,7 @@ def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
     return 2 * n_seq_max + n_checkpoints
 
 
-class RecurrentCache(Recorded, Decoding):
+class RecurrentCache(Recorded, PortsStates, Decoding):
     """States by llama.cpp's verbs; see :class:`kvcellar.cache.base.Cache`.
 
     Args:

@@ -37,6 +37,7 @@ from kvcellar.cache.sliding_placement import SlidingPlacement
 from kvcellar.cache.undoable import Undo
 from kvcellar.cache.window_checkpoints import WindowCheckpoints
 from kvcellar.cache.window_keeper import WindowKeeper
+from kvcellar.cache.window_porting import PortsWindows
 from kvcellar.errors import CacheError, InvariantError, OptionError
 from kvcellar.plan import MicroBatch
 from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
@@ -44,7 +45,7 @@ from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
 __all__ = ["SlidingCache", "sliding_size"]
 
 
-class SlidingCache(AttentionCache):
+class SlidingCache(PortsWindows, AttentionCache):
     """Every verb of :class:`AttentionCache`, over cells that are used again.
 
     Args:

@@ -20,7 +20,7 @@ from kvcellar.cache.transaction import Host, Journal
 from kvcellar.cache.undoable import Undo
 from kvcellar.cells import Cells, CellTable
 from kvcellar.errors import CacheFull, NotSupported, OptionError
-from kvcellar.types import BoolArray
+from kvcellar.types import BoolArray, Int64Array
 
 AUTOMATIC_MOVES = 256
 """How many runs of cells a compaction that nobody asked for may move at a time."""
@@ -117,6 +117,10 @@ class Upkeep:
     def zero_freed(self) -> None:
         """Zero what free cells still hold, but for those that a transaction keeps."""
         self._wipe(self._written & ~self._table.taken(0, self._table.size))
+
+    def mark(self, cells: Int64Array) -> None:
+        """Know that these cells are about to have rows that are not decoded into them."""
+        self._written[cells] = True
 
     def mark_held(self) -> None:
         """Know that held cells have rows, where they were not decoded into them."""

@@ -11,7 +11,7 @@ end, when its positions move, when it is replaced. Beyond the budget the oldest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcellar.cache.checkpoints import CheckpointBudget
@@ -97,6 +97,14 @@ class WindowCheckpoints:
         self.cut(dst, p0)
         if p0 == 0:
             self._of[dst] = tuple(one for one in self._of[src] if one.end <= p1)
+
+    def lend(self, seq: int, others: Sequence[int], end: int) -> None:
+        """Let others have the checkpoint of a sequence that ends there too, if it has one."""
+        for one in self._of[seq]:
+            if one.end == end:
+                for other in others:
+                    mine = (*self._of[other], one)
+                    self._of[other] = tuple(sorted(mine, key=lambda kept: kept.end))
 
     def save(self) -> list[tuple[WindowCheckpoint, ...]]:
         """What :meth:`load` puts back."""

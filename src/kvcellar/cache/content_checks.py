@@ -1,0 +1,144 @@
+"""Whether contents make sense and fit a cache; they may come from anybody's file.
+
+Nothing of a content may be trusted: whatever an index or a size could do wrong is looked at here,
+so that putting it in cannot fail half way or read what is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar.cache.content import CacheContent, CellContent, HeldContent, RowBytes, StateContent
+from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.memory import StateSpec
+from kvcellar.types import AnyArray, CacheSpec
+
+
+def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec]) -> None:
+    """See that a content is sound and has the shape of a cache whose parts are like that.
+
+    Raises:
+        SnapshotMismatch: it has another shape.
+        SnapshotFileError: it contradicts itself.
+    """
+    groups = [spec for spec in specs if isinstance(spec, CacheSpec)]
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    if len(groups) != len(content.groups):
+        raise SnapshotMismatch("groups of K and V", len(content.groups), len(groups))
+    if bool(states) != (content.states is not None):
+        raise SnapshotMismatch("recurrent states", content.states is not None, bool(states))
+    for group, spec in zip(content.groups, groups, strict=True):
+        _check_group(group, spec, content.n_seqs)
+    if content.states is not None:
+        _check_states(content.states, states[0], content.n_seqs)
+    _check_agreement(content)
+
+
+def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
+    n = len(group.positions)
+    _check_texts("cells", group.positions, group.tokens)
+    _check_rows(group.rows, spec, n)
+    _check_owners(group.owners, n, n_seqs)
+    _require(len(group.slid) == n_seqs, "it does not say of each sequence what slid out")
+    for slid in group.slid:
+        _check_slid(slid)
+    for one in group.checkpoints:
+        n = len(one.positions)
+        _require(n > 0, "a checkpoint is empty")
+        _check_texts("a checkpoint", one.positions, one.tokens)
+        _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
+        _check_rows(one.rows, spec, n)
+        _check_slid(one.slid)
+        owners = set(one.owners)
+        _require(len(owners) == len(one.owners) > 0, "the owners of a checkpoint repeat")
+        _require(owners <= set(range(n_seqs)), "a checkpoint belongs to an unknown sequence")
+
+
+def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
+    _require(_is_ints(positions) and _is_ints(tokens), f"{what}: positions or tokens are no ints")
+    _require(positions.shape == tokens.shape, f"{what}: not as many tokens as positions")
+    if len(positions):
+        _require(int(positions.min()) >= 0, f"{what}: position {positions.min()}")
+        _require(int(tokens.min()) >= -1, f"{what}: token {tokens.min()}")
+
+
+def _check_slid(slid: AnyArray) -> None:
+    _require(slid.ndim == 2 and len(slid) == 2, "what slid out is not positions over tokens")
+    _check_texts("what slid out", slid[0], slid[1])
+    _require(bool((np.diff(slid[0]) >= 0).all()), "positions of what slid out descend")
+
+
+def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
+    for name, parts in (("K", rows.k), ("V", rows.v)):
+        if len(parts) != len(spec.layers):
+            raise SnapshotMismatch(f"layers of {name}", len(parts), len(spec.layers))
+    for i, layer in enumerate(spec.layers):
+        for name, part, kind, width in (
+            ("K", rows.k[i], spec.type_k, layer.n_embd_k),
+            ("V", rows.v[i], spec.type_v, layer.n_embd_v),
+        ):
+            _require(part.dtype == np.uint8 and part.ndim == 2, f"rows of {name} are no bytes")
+            _require(len(part) == n, f"{len(part)} rows of {name} for {n} cells")
+            if part.shape[1] != (row_bytes := kind.row_bytes(width)):
+                what = f"bytes a row of {name} in layer {i}"
+                raise SnapshotMismatch(what, part.shape[1], row_bytes)
+
+
+def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
+    _require(owners.ndim == 2 and len(owners) == 2, "owners are not cells over sequences")
+    _require(np.issubdtype(owners.dtype, np.integer), "owners are no ints")
+    for what, numbers, end in (("cell", owners[0], n), ("sequence", owners[1], n_seqs)):
+        bad = numbers[(numbers < 0) | (numbers >= end)]
+        _require(len(bad) == 0, f"an owner of {what} {bad[:1].tolist()}, of {end}")
+    pairs = np.unique(owners, axis=1).shape[1]
+    _require(pairs == owners.shape[1], "a cell has an owner twice")
+    _require(len(np.unique(owners[0])) == n, "a cell has no owner")
+
+
+def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
+    states, width = content.states, spec.row_bytes // 4
+    _require(states.dtype == np.float32 and states.ndim == 2, "states are no f32 rows")
+    if len(states) and states.shape[1] != width:
+        raise SnapshotMismatch("values a state", states.shape[1], width)
+    _require(len(content.held) == n_seqs, "it does not say of each sequence which state it has")
+    for held in content.held:
+        if held is not None:
+            _check_held(held, len(states))
+
+
+def _check_held(held: HeldContent, n_states: int) -> None:
+    n, ends = len(held.positions), [end for end, _ in held.checkpoints]
+    _check_texts("a state", held.positions, held.tokens)
+    _require(n > 0, "a state has absorbed nothing")
+    _require(bool((np.diff(held.positions) >= 0).all()), "positions of a state descend")
+    _require(ends == sorted(set(ends)), "checkpoints of a state are in disorder")
+    _require(all(0 < end <= n for end in ends), "a checkpoint of a state lies beyond it")
+    rows = [held.state, *(state for _, state in held.checkpoints)]
+    _require(all(0 <= row < n_states for row in rows), "there is no such state")
+
+
+def _check_agreement(content: CacheContent) -> None:
+    """See that all parts know sequences up to the same position, and windows nothing behind it."""
+    for seq in range(content.n_seqs):
+        ends = set()
+        for group in content.groups:
+            at, slid = group.positions[group.cells_of(seq)], group.slid[seq][0]
+            ends.add(int(at[-1]) if len(at) else -1)
+            _require(
+                not len(slid) or (len(at) > 0 and slid[-1] <= at[0]), "what slid out is not behind"
+            )
+        if content.states is not None:
+            held = content.states.held[seq]
+            ends.add(-1 if held is None else int(held.positions[-1]))
+        _require(len(ends) < 2, f"the parts end sequence {seq} at different positions")
+
+
+def _is_ints(values: AnyArray) -> bool:
+    return values.dtype == np.int32 and values.ndim == 1
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
