@@ -73,6 +73,14 @@ class KVType(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How rows of K or V are stored: their type, and the size of the transform they lie under."""
+
+    kind: KVType
+    hadamard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """How K and Q are rotated by their position.
 
@@ -167,6 +175,14 @@ class CacheSpec:
         Small runs suit V better: Gemma 3's likelihoods with q4_0 are 1.5 % worse with whole heads.
         """
         return min(64, _hadamard_size(self.type_v, self.layers[layer].head_dim_v))
+
+    def k_format(self, layer: int) -> RowFormat:
+        """How the layer's K rows are stored."""
+        return RowFormat(self.type_k, self.hadamard_k(layer))
+
+    def v_format(self, layer: int) -> RowFormat:
+        """How the layer's V rows are stored."""
+        return RowFormat(self.type_v, self.hadamard_v(layer))
 
     @property
     def bytes_per_cell(self) -> int:

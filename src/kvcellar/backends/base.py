@@ -7,7 +7,7 @@ Rows are those of cells: K of a cell is ``n_embd_k`` values (heads side by side)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -21,6 +21,7 @@ from kvcellar.types import (
     Float32Array,
     Int32Array,
     Int64Array,
+    RowFormat,
 )
 
 T = TypeVar("T")
@@ -149,6 +150,15 @@ class ProfiledExecutor(Protocol):
         """Call the watcher after every graph from now on, and compute some node by node."""
 
 
+class TensorBytes(NamedTuple):
+    """One tensor of a file as it is stored; the bytes are good until the file is closed."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    data: ByteArray
+
+
 @dataclass(frozen=True, slots=True)
 class OpenMemory:
     """What a context works on: a store for each group of layers, one for states, an executor."""
@@ -184,6 +194,16 @@ class ModelFile(Protocol[T]):
     @property
     def weight_bytes(self) -> int:
         """Bytes of its tensors."""
+
+    def tensors(self) -> Iterator[TensorBytes]:
+        """All tensors, by their names."""
+
+    def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
+        """Rows of K or V ``[n, row_bytes]`` stored another way.
+
+        Raises:
+            OptionError: the backend cannot make that type.
+        """
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """Why few tokens cannot attend through a kernel of our own; None if they can."""

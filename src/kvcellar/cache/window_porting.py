@@ -10,6 +10,7 @@ import numpy as np
 from kvcellar.cache.cell_porting import PortsCells
 from kvcellar.cache.content import CellContent, RowBytes, WindowContent
 from kvcellar.cache.room import Room, n_kept
+from kvcellar.cache.slicing import pick
 from kvcellar.cache.slid import Slid, is_whole
 from kvcellar.cache.window_checkpoints import WindowCheckpoints
 from kvcellar.errors import SnapshotFileError
@@ -109,11 +110,6 @@ def trimmed(content: CellContent, window: int) -> CellContent:
         rows=pick(content.rows, left),
         slid=tuple(slid),
     )
-
-
-def pick(rows: RowBytes, cells: Int64Array) -> RowBytes:
-    """The rows of some of the cells."""
-    return RowBytes(tuple(k[cells] for k in rows.k), tuple(v[cells] for v in rows.v))
 
 
 def _pairs(slid: Slid) -> Int32Array:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,13 +18,16 @@ from kvcellar.cache.base import Cache
 from kvcellar.cache.compaction import check_threshold
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.runtime.loading import LoadOptions, load_file, load_one
 from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
 from kvcellar.runtime.profile import Profile
+from kvcellar.runtime.saving import SaveOptions, save_file
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
 from kvcellar.runtime.undo import remember_sequences
-from kvcellar.types import CacheSpec, Float32Array
+from kvcellar.snapshot.fingerprint import Plain, fingerprint
+from kvcellar.types import CacheSpec, Float32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
@@ -142,6 +148,73 @@ class Context:
             return view.with_texts(lambda t: tokenizer.token_bytes(t).decode("utf-8", "replace"))
         except TokenizerError:  # there is no vocabulary
             return view
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, Plain]:
+        """What a snapshot has to share with this context; hashes the weights of a new file."""
+        model = self.model
+        return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
+
+    def save(
+        self,
+        path: str | Path,
+        sequences: Iterable[Sequence] | None = None,
+        *,
+        type_k: str | KVType | None = None,
+        type_v: str | KVType | None = None,
+        compress: bool = False,
+        checkpoints: bool = True,
+    ) -> int:
+        """Write sequences (None: all, by id) to a file, shared cells once; returns its bytes.
+
+        The other arguments, and errors, are those of :meth:`Sequence.save`.
+        """
+        with self._lock:
+            self._check_open()
+            chosen = self.sequences if sequences is None else tuple(sequences)
+            options = SaveOptions(type_k, type_v, compress, checkpoints)
+            return save_file(self, chosen, path, options)
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        positions: int | None = None,
+        convert: bool = False,
+    ) -> Sequence:
+        """A new sequence with what a file of one holds; it goes on with exactly the same logits.
+
+        It may come from a context of another size, with other sequences, other cells, and V the
+        other way. Whatever goes wrong, this context is as it was.
+
+        Args:
+            path: a file that :meth:`Sequence.save` wrote.
+            start: the first token that is loaded.
+            stop: the first one that is not; None: all.
+            positions: where the first token shall stand, K being rotated; None: where it stood.
+            convert: whether K and V may be stored in other types there than here.
+
+        Raises:
+            SnapshotFileError: the file is missing, damaged or no snapshot.
+            SnapshotMismatch: it belongs to another model or kind of cache; names what differs.
+            SequenceIdError, CacheFull: there is no room for it.
+            NotSupported: a range of states or windows.
+        """
+        with self._lock:
+            self._check_open()
+            return load_one(self, path, LoadOptions(start, stop, positions, convert))
+
+    def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
+        """New sequences with all that a file holds, or none; see :meth:`load`."""
+        with self._lock:
+            self._check_open()
+            return tuple(load_file(self, path, LoadOptions(convert=convert)))
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Hold off other threads for the length of a ``with`` block, to do several calls as one."""
+        return self._lock
 
     def start_profile(self) -> Profile:
         """Record from now on where the time goes; decoding becomes slower by that.

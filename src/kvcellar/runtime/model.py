@@ -17,7 +17,8 @@ from kvcellar.runtime.chat_template import ChatTemplate
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.tokenizer import Tokenizer
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.runtime.weights_hash import weights_hash
+from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
 
 
 class Model:
@@ -130,6 +131,18 @@ class Model:
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """Why few tokens cannot attend through a kernel of our own; None if they can."""
         return self._file.why_no_kernel(spec)
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """A hash of all that is computed with; of a new file, all of it is read once.
+
+        See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
+        """
+        return weights_hash(self._file)
+
+    def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
+        """Rows of K or V ``[n, row_bytes]`` stored another way; for snapshots."""
+        return self._file.convert_rows(rows, src, dst)
 
     def open_memory(self, spec: MemorySpec, *, kernel: bool) -> OpenMemory:
         """Stores of that shape and what computes over them; contexts are made of these.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcellar.batch import Batch
@@ -16,10 +17,13 @@ from kvcellar.cache.undoable import Undo
 from kvcellar.errors import OptionError
 from kvcellar.runtime.editing import EditableText
 from kvcellar.runtime.generation import FinishReason, Generation
+from kvcellar.runtime.loading import LoadOptions, load_into
 from kvcellar.runtime.sampler import SamplerOptions
+from kvcellar.runtime.saving import SaveOptions, save_part
 from kvcellar.runtime.shifting import ContextShift
 from kvcellar.runtime.waiting import Waiting
-from kvcellar.types import Float32Array
+from kvcellar.snapshot.saved import SavedText
+from kvcellar.types import Float32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -130,6 +134,63 @@ class Sequence(EditableText):
         self._check_open()
         return iter(Generation(self, max_tokens, stop, shift, options, sampling))
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        type_k: str | KVType | None = None,
+        type_v: str | KVType | None = None,
+        compress: bool = False,
+        checkpoints: bool = True,
+    ) -> int:
+        """Write what was computed to a file (``docs/format.md``); returns its bytes.
+
+        The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
+        process or another, with exactly the same logits.
+
+        Args:
+            path: where to.
+            start: the first token that is saved, counted as in ``tokens``.
+            stop: the first one that is not; None: all.
+            type_k: store K as another type than the cache's.
+            type_v: store V as another type than the cache's.
+            compress: with zstd; needs ``kvcellar[zstd]``.
+            checkpoints: whether older states and windows are saved too, to go back to.
+
+        Raises:
+            OptionError: a range outside the sequence, or no such type.
+            NotSupported: the cache has states or windows, and cannot go back to there.
+            SnapshotFileError: the file cannot be written.
+        """
+        self._check_open()
+        how = SaveOptions(type_k, type_v, compress, checkpoints)
+        with self.context.exclusive():
+            return save_part(self, path, start, stop, how)
+
+    def load(
+        self: Sequence,
+        path: str | Path,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        positions: int | None = None,
+        convert: bool = False,
+    ) -> Sequence:
+        """Add what a file holds behind what the sequence has; returns the sequence itself.
+
+        Arguments and errors are those of :meth:`Context.load`. Into a sequence that is not empty
+        it needs a cache without states and windows, and ``positions`` where the text would not
+        follow on by itself. K and V are what they were: they know nothing of what stands before.
+        """
+        self._check_open()
+        with self.context.exclusive():
+            self.compute_waiting()
+            options = LoadOptions(start, stop, positions, convert)
+            load_into(self, path, options)
+        return self
+
     def close(self) -> None:
         """Free the cells that no other sequence shares; closing twice is fine."""
         if not self._closed:
@@ -140,6 +201,26 @@ class Sequence(EditableText):
     def is_closed(self) -> bool:
         """Whether the sequence was closed."""
         return self._closed
+
+    # -- what saving and loading need
+
+    def compute_waiting(self) -> None:
+        """Compute what waits, if anything does."""
+        self._check_open()
+        if self._waiting:
+            self._compute(self._waiting)
+
+    def saved_text(self) -> SavedText:
+        """What a snapshot has to know beside what the cache holds."""
+        held = self._held
+        return SavedText(self._logits, held.grouped, held.grouped_end)
+
+    def adopt(self, saved: SavedText, before: list[int]) -> None:
+        """Know what was saved, now that the cache holds it behind the tokens ``before``."""
+        held = self._held
+        if saved.grouped:
+            held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
+        self._logits = None if before else saved.logits
 
     def remember(self) -> Undo:
         """What puts the sequence back as it is now, its cells excepted."""

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvcellar.backends.base import OpenMemory
+import numpy as np
+
+from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.backends.ggml.kernel.attention import why_no_kernel
+from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.hadamard import transform
 from kvcellar.backends.operations import Forward
 from kvcellar.memory import MemorySpec
-from kvcellar.types import CacheSpec
+from kvcellar.types import ByteArray, CacheSpec, RowFormat
 
 
 class GgmlModelFile:
     """Weights are mapped from the file, so opening costs little. Implements ``ModelFile[int]``."""
 
     def __init__(self, path: str | Path, n_threads: int | None = None) -> None:
-        file = GgufFile(path)
+        self._file = file = GgufFile(path)
         self.path = file.path
         self.metadata: Mapping[str, object] = file.metadata
         self.weights = GgmlWeights(file)
@@ -31,6 +36,17 @@ class GgmlModelFile:
         except BaseException:
             self.weights.close()
             raise
+
+    def tensors(self) -> Iterator[TensorBytes]:
+        """See ``ModelFile.tensors``."""
+        for name, info in sorted(self._file.tensors.items()):
+            data = array_at(self._file.address() + info.offset, np.uint8, (info.n_bytes,))
+            yield TensorBytes(name, info.type_name, info.shape, data)
+
+    def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
+        """See ``ModelFile.convert_rows``."""
+        plain = transform(from_rows(rows, src.kind), src.hadamard)
+        return to_rows(transform(plain, dst.hadamard), dst.kind)
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """See ``ModelFile.why_no_kernel``."""

@@ -6,13 +6,14 @@ The library looks at every string on its own: a vocabulary of 50,000 takes secon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from kvcellar.backends.base import TensorBytes
 from kvcellar.backends.numpy.library import quants, reader
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.types import AnyArray, Float32Array
@@ -82,6 +83,12 @@ class GgufTensors:
         except NotImplementedError:
             kind = self.type_name(name)
             raise UnsupportedModel(f"tensor {name} has type {kind}, which has no product") from None
+
+    def tensors(self) -> Iterator[TensorBytes]:
+        """All tensors as they are stored, by their names."""
+        for name, tensor in sorted(self._tensors.items()):
+            data = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8)
+            yield TensorBytes(name, self.type_name(name), self.shape(name), data)
 
     def close(self) -> None:
         """Unmap the file once nobody has a view of it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvcellar.backends.base import OpenMemory
+from kvcellar.backends.base import OpenMemory, TensorBytes
+from kvcellar.backends.hadamard import transform
+from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows
 from kvcellar.backends.numpy.gguf import GgufTensors
 from kvcellar.backends.numpy.ops import NumpyExecutor
 from kvcellar.backends.numpy.states import NumpyStateStore
@@ -13,7 +15,7 @@ from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.numpy.weights import NumpyWeights
 from kvcellar.backends.operations import Forward
 from kvcellar.memory import MemorySpec
-from kvcellar.types import CacheSpec, Float32Array
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, RowFormat
 
 
 class NumpyModelFile:
@@ -23,11 +25,21 @@ class NumpyModelFile:
     """
 
     def __init__(self, path: str | Path, n_threads: int | None = None) -> None:  # noqa: ARG002
-        file = GgufTensors(path)
+        self._file = file = GgufTensors(path)
         self.path = file.path
         self.metadata: Mapping[str, object] = file.metadata
         self.weights = NumpyWeights(file)
         self.weight_bytes = file.n_bytes
+
+    def tensors(self) -> Iterator[TensorBytes]:
+        """See ``ModelFile.tensors``."""
+        return self._file.tensors()
+
+    def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
+        """See ``ModelFile.convert_rows``."""
+        check_made("type", dst.kind)
+        plain = transform(from_rows(rows, src.kind), src.hadamard)
+        return to_rows(transform(plain, dst.hadamard), dst.kind)
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:  # noqa: ARG002
         """See ``ModelFile.why_no_kernel``."""

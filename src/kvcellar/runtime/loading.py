@@ -1,0 +1,172 @@
+"""Snapshots put into a context: what ``Context.load`` and ``Sequence.load`` do.
+
+Everything that can be wrong with a snapshot is found before anything is changed, and the cache
+takes it in as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcellar.cache.content import CacheContent
+from kvcellar.cache.porting import state_set
+from kvcellar.cache.slicing import between
+from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.runtime.options import check_range
+from kvcellar.snapshot.container import read_file
+from kvcellar.snapshot.conversion import converted
+from kvcellar.snapshot.fingerprint import check_same
+from kvcellar.snapshot.native import understand
+from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.types import Int32Array
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.context import Context
+    from kvcellar.runtime.sequence import Sequence as Text
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What of a snapshot is loaded, and where it goes.
+
+    Attributes:
+        start: the first token, of the one sequence that there is.
+        stop: the first one that is not loaded; None: all.
+        positions: where the first token shall stand, K being rotated; None: where it stood.
+        convert: whether K and V may be stored in other types than the cache's.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    positions: int | None = None
+    convert: bool = False
+
+
+def load_file(context: Context, path: str | Path, options: LoadOptions) -> list[Text]:
+    """New sequences with what a file holds; see :func:`put_snapshot`."""
+    return put_snapshot(context, understand(read_file(Path(path))), options)
+
+
+def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
+    """A new sequence with what a file of one sequence holds."""
+    snapshot = understand(read_file(Path(path)))
+    _check_single(snapshot)
+    return put_snapshot(context, snapshot, options)[0]
+
+
+def load_into(text: Text, path: str | Path, options: LoadOptions) -> None:
+    """Let one sequence go on with what a file holds of one; see :func:`put_into`."""
+    snapshot = understand(read_file(Path(path)))
+    _check_single(snapshot)
+    put_into(text.context, snapshot, [text], options)
+
+
+def put_snapshot(context: Context, snapshot: Snapshot, options: LoadOptions) -> list[Text]:
+    """New sequences with what a snapshot holds; if anything fails there are none."""
+    made: list[Text] = []
+    try:
+        made.extend(context.sequence() for _ in range(snapshot.content.n_seqs))
+        put_into(context, snapshot, made, options)
+    except BaseException:
+        for text in made:
+            text.close()
+        raise
+    return made
+
+
+def put_into(
+    context: Context, snapshot: Snapshot, texts: Sequence[Text], options: LoadOptions
+) -> None:
+    """Let sequences go on with what a snapshot holds.
+
+    Raises:
+        SnapshotMismatch: it is of another model, or stored otherwise; names what differs.
+        SnapshotFileError: it contradicts itself.
+        OptionError: the range is outside of it.
+        CacheError: there is no room, or it cannot be put there; see ``state_set``.
+    """
+    check_same(snapshot.fingerprint, context.fingerprint, row_types=not options.convert)
+    snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
+    _check_tokens(snapshot, context.model.spec.n_vocab)
+    content, saved = snapshot.content, snapshot.texts
+    n_dropped = 0
+    if options.start or options.stop is not None:
+        content, saved, n_dropped = _part(snapshot, options)
+    shift = 0
+    if options.positions is not None:
+        where = check_range("positions", options.positions, 0, 2**31 - 2)
+        first = min(content.span(seq)[0] for seq in range(content.n_seqs))
+        shift = where - max(first, 0)
+    before = {text.seq_id: text.tokens for text in texts}
+    with context.cache.transaction():
+        state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
+        for text, one in zip(texts, saved, strict=True):
+            moved = SavedText(None, one.grouped, one.grouped_end + shift)
+            text.adopt(moved if shift else one, before[text.seq_id])
+            if n_dropped:
+                text.trim(n_dropped)
+
+
+def _check_single(snapshot: Snapshot) -> None:
+    if (n := snapshot.content.n_seqs) != 1:
+        raise SnapshotMismatch("sequences", n, 1, "load them with Context.load_all")
+
+
+def _part(
+    snapshot: Snapshot, options: LoadOptions
+) -> tuple[CacheContent, tuple[SavedText, ...], int]:
+    """What is to be put in of a range of tokens, and how many go again from its end."""
+    content = snapshot.content
+    if content.n_seqs != 1:
+        raise SnapshotMismatch("sequences", content.n_seqs, "1", "a range needs one alone")
+    at, text = _text_positions(content), snapshot.texts[0]
+    size = len(at)
+    stop = size if options.stop is None else check_range("stop", options.stop, 0, size)
+    start = check_range("start", options.start, 0, stop)
+    if (start, stop) == (0, size):
+        return content, snapshot.texts, 0
+    cut = SavedText(
+        text.logits if stop == size else None, text.grouped[start:stop], text.grouped_end
+    )
+    p0 = int(at[start]) if start < size else int(at[-1]) + 1
+    p1 = int(at[stop]) if stop < size else int(at[-1]) + 1
+    if start or _can_cut(content):
+        return between(content, p0, p1), (cut,), 0
+    return content, (SavedText(None, text.grouped, text.grouped_end),), size - stop
+
+
+def _can_cut(content: CacheContent) -> bool:
+    slid = any(one.shape[1] for group in content.groups for one in group.slid)
+    windows = any(group.checkpoints for group in content.groups)
+    return content.states is None and not slid and not windows
+
+
+def _text_positions(content: CacheContent) -> Int32Array:
+    """Where the tokens of the one sequence stand, as far as the part that knows most tells."""
+    if content.groups:
+        group = content.groups[0]
+        held: Int32Array = group.positions[group.cells_of(0)]
+        return np.concatenate((group.slid[0][0], held)).astype(np.int32)
+    held_state = None if content.states is None else content.states.held[0]
+    return np.empty(0, np.int32) if held_state is None else held_state.positions
+
+
+def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
+    content = snapshot.content
+    lists = [group.tokens for group in content.groups]
+    lists += [one.tokens for group in content.groups for one in group.checkpoints]
+    lists += [slid[1] for group in content.groups for slid in group.slid if slid.ndim == 2]
+    if content.states is not None:
+        lists += [held.tokens for held in content.states.held if held is not None]
+    for tokens in lists:
+        if tokens.size and int(tokens.max()) >= n_vocab:
+            raise SnapshotFileError(f"token {tokens.max()} is outside the vocabulary of {n_vocab}")
+    for text in snapshot.texts:
+        logits = text.logits
+        if logits is not None and (logits.shape != (n_vocab,) or logits.dtype != np.float32):
+            raise SnapshotFileError(f"logits of shape {logits.shape} for {n_vocab} tokens")

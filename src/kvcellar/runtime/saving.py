@@ -1,0 +1,121 @@
+"""What sequences hold, as a snapshot: what ``Sequence.save`` and ``Context.save`` write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcellar.backends.checks import check_types
+from kvcellar.cache.porting import state_get
+from kvcellar.errors import OptionError
+from kvcellar.runtime.options import check_range
+from kvcellar.snapshot.container import write_file
+from kvcellar.snapshot.conversion import converted
+from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.types import CacheSpec, KVType
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.context import Context
+    from kvcellar.runtime.sequence import Sequence as Text
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a snapshot is written.
+
+    Attributes:
+        type_k: store K as another type than the cache's, a GGUF name; None: as it is.
+        type_v: the same for V.
+        compress: with zstd, which needs ``kvcellar[zstd]``. Loading is slower then.
+        checkpoints: whether older states and windows are saved as well, to go back to.
+        note: whatever is to be said about it, for people.
+    """
+
+    type_k: str | KVType | None = None
+    type_v: str | KVType | None = None
+    compress: bool = False
+    checkpoints: bool = True
+    note: Mapping[str, str | int] | None = None
+
+
+def save_file(
+    context: Context, texts: Sequence[Text], path: str | Path, options: SaveOptions
+) -> int:
+    """Write sequences to a file; returns its bytes."""
+    snapshot = take_snapshot(context, texts, options)
+    return write_file(Path(path), describe(snapshot), compress=options.compress)
+
+
+def save_part(text: Text, path: str | Path, start: int, stop: int | None, how: SaveOptions) -> int:
+    """Write tokens ``[start, stop)`` of a sequence to a file; returns its bytes."""
+    snapshot = take_part(text, start, stop, how)
+    return write_file(Path(path), describe(snapshot), compress=how.compress)
+
+
+def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions) -> Snapshot:
+    """Whole sequences as a value; those that have waiting tokens compute them first.
+
+    Raises:
+        OptionError: a sequence of another context, or one twice.
+    """
+    if any(text.context is not context for text in texts):
+        raise OptionError("sequences: one of them belongs to another context")
+    for text in texts:
+        text.compute_waiting()
+    ids = [text.seq_id for text in texts]
+    content = state_get(context.cache, ids, checkpoints=options.checkpoints)
+    saved = tuple(text.saved_text() for text in texts)
+    note = dict(options.note or {})
+    return _stored(context, Snapshot(context.fingerprint, content, saved, note), options)
+
+
+def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) -> Snapshot:
+    """Tokens ``[start, stop)`` of a sequence as a value.
+
+    Raises:
+        OptionError: a range outside the sequence, or one that would part grouped tokens.
+        NotSupported: the cache has states or windows, and they do not begin or end there.
+    """
+    context, size = text.context, len(text)
+    stop = size if stop is None else check_range("stop", stop, 0, size)
+    start = check_range("start", start, 0, stop)
+    if (start, stop) == (0, size):
+        return take_snapshot(context, [text], options)
+    text.compute_waiting()
+    at = text.positions
+    for cut in (start, stop):
+        if 0 < cut < size and at[cut] == at[cut - 1]:
+            raise OptionError(f"tokens {cut - 1} and {cut} share position {at[cut]}")
+    p0 = int(at[start]) if start else 0
+    p1 = int(at[stop]) if stop < size else int(at[-1]) + 1
+    content = state_get(context.cache, [text.seq_id], p0, p1, checkpoints=options.checkpoints)
+    whole = text.saved_text()
+    saved = SavedText(
+        whole.logits if stop == size else None,
+        whole.grouped[start:stop],
+        min(whole.grouped_end, p1),
+    )
+    note = dict(options.note or {})
+    return _stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
+
+
+def _stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
+    if options.type_k is None and options.type_v is None:
+        return snapshot
+    specs = [_as_type(spec, options) for spec in context.memory_spec.groups]
+    return converted(snapshot, specs, context.model.convert_rows)
+
+
+def _as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
+    """The shape of a cache that would store rows that way."""
+    other = replace(
+        spec,
+        type_k=spec.type_k if options.type_k is None else KVType.parse(options.type_k),
+        type_v=spec.type_v if options.type_v is None else KVType.parse(options.type_v),
+        flash_attn=True,  # which way V lies does not matter in a file
+    )
+    check_types(other)
+    return other

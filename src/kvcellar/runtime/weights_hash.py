@@ -1,0 +1,90 @@
+"""A hash of all that a model computes with, made once and kept beside its file.
+
+Metadata that change no logits (names, templates, tokens) do not count, and neither does the order
+of the tensors. What is kept is believed as long as the file has the size and the time of its last
+change that it had; where the directory cannot be written, it is kept among the user's caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcellar.backends.base import ModelFile
+
+SUFFIX = ".kvcellar.json"
+
+
+def weights_hash(file: ModelFile[Any]) -> str:
+    """The hash, 64 hexadecimal digits; of a file that is not known yet, all of it is read."""
+    status = file.path.stat()
+    stamp = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    places = list(_places(file.path))
+    for place in places:
+        if (known := _recall(place, stamp)) is not None:
+            return known
+    made = compute_hash(file)
+    for place in places:
+        if _keep(place, {**stamp, "weights": made}):
+            break
+    return made
+
+
+def compute_hash(file: ModelFile[Any]) -> str:
+    """The hash, computed."""
+    whole = hashlib.sha256()
+    architecture = str(file.metadata.get("general.architecture", ""))
+    for key in sorted(file.metadata):
+        if key == "general.architecture" or key.startswith(f"{architecture}."):
+            whole.update(f"{key}={_plain(file.metadata[key])}\n".encode())
+    for name, type_name, shape, data in file.tensors():
+        whole.update(f"{name}:{type_name}:{list(shape)}:{data.nbytes}\n".encode())
+        whole.update(data.data)
+    return whole.hexdigest()
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return json.dumps(value, sort_keys=True)
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Where the hash of a file may be kept: beside it, else among the user's caches."""
+    yield path.with_name(path.name + SUFFIX)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
+    with suppress(RuntimeError):  # there is no home
+        yield Path(cache).expanduser() / "kvcellar" / "weights" / f"{name}.json"
+
+
+def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
+    try:
+        kept = json.loads(place.read_text())
+        if all(kept[key] == value for key, value in stamp.items()):
+            known = str(kept["weights"])
+            return known if len(known) == 64 and set(known) <= set("0123456789abcdef") else None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _keep(place: Path, what: Mapping[str, int | str]) -> bool:
+    """Keep it; False if that place cannot be written."""
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(what))
+        temporary.replace(place)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""Arrays compressed with zstd, an optional extra.
+
+The bytes of numbers are sorted by significance first: exponents are alike, mantissas are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvcellar.errors import LibraryError, SnapshotFileError
+from kvcellar.types import AnyArray
+
+LEVEL = 3
+
+
+def pack(array: AnyArray) -> tuple[AnyArray, dict[str, Any] | None]:
+    """Compressed bytes and how to undo it; the array itself and None if that would not be less.
+
+    Raises:
+        LibraryError: the library is not installed.
+    """
+    library = _library()
+    planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T if array.size else array
+    packed = library.ZstdCompressor(level=LEVEL).compress(planes.tobytes())
+    if len(packed) >= array.nbytes:
+        return array, None
+    how = {"codec": "zstd", "dtype": array.dtype.str, "shape": list(array.shape)}
+    return np.frombuffer(packed, np.uint8), how
+
+
+def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
+    """The array that was packed; never more bytes than it says.
+
+    Raises:
+        LibraryError: the library is not installed.
+        SnapshotFileError: this is not how we pack.
+    """
+    library = _library()
+    try:
+        dtype, shape = np.dtype(how["dtype"]), tuple(int(n) for n in how["shape"])
+        n_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if how["codec"] != "zstd" or dtype.kind not in "uif" or not 0 <= n_bytes < 2**40:
+            raise ValueError(f"codec {how['codec']!r}, {dtype}, {shape}")
+        frame = packed.tobytes()
+        if library.frame_content_size(frame) != n_bytes:
+            raise ValueError(f"{library.frame_content_size(frame)} bytes for {n_bytes}")
+        data = library.ZstdDecompressor().decompress(frame)
+        planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
+        array: AnyArray = np.ascontiguousarray(planes.T).reshape(-1).view(dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError, MemoryError, library.ZstdError) as error:
+        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
+    return array
+
+
+def _library() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise LibraryError(
+            'compressed snapshots need zstandard: pip install "kvcellar[zstd]"'
+        ) from error
+    return zstandard

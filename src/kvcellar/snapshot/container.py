@@ -1,0 +1,192 @@
+"""Arrays and a description in a safetensors file or buffer, and proof that they are what was saved.
+
+safetensors says where arrays lie and checks that they lie within the file. Beyond that each array
+has a hash in the description, and the description has one itself: nothing is used that does not
+have it. The hashes find damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.numpy import save, save_file
+
+from kvcellar._version import __version__
+from kvcellar.errors import SnapshotFileError
+from kvcellar.snapshot.compression import pack, unpack
+from kvcellar.snapshot.native import VERSION, Arrays, Described
+from kvcellar.types import AnyArray
+
+FORMAT = "kvcellar-snapshot"
+
+_DTYPES: Mapping[str, type[np.generic]] = {
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F16": np.float16,
+    "F32": np.float32,
+}
+
+
+def write_file(path: Path, described: Described, *, compress: bool) -> int:
+    """Write a file, whole or not at all; returns its bytes.
+
+    Raises:
+        SnapshotFileError: it cannot be written; what was there is as it was.
+        LibraryError: compression needs a library that is not installed.
+    """
+    arrays, metadata = _finish(described, compress)
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        save_file(arrays, temporary, metadata)
+        _sync(temporary)
+        os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101
+        os.replace(temporary, path)  # noqa: PTH105
+        temporary = None
+    except (OSError, SafetensorError) as error:
+        raise SnapshotFileError(f"cannot write {path}: {error}") from error
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+    return path.stat().st_size
+
+
+def read_file(path: Path) -> Described:
+    """Read a file.
+
+    Raises:
+        SnapshotFileError: it is missing, no snapshot, of a later version, or damaged.
+        LibraryError: it is compressed by a library that is not installed.
+    """
+    try:
+        with safe_open(path, "numpy") as file:
+            return _verified(file.metadata(), list(file.keys()), file.get_tensor)
+    except (OSError, SafetensorError) as error:
+        raise SnapshotFileError(f"cannot read {path}: {error}") from error
+    except SnapshotFileError as error:
+        raise SnapshotFileError(f"{path}: {error}") from error
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The description alone, with a list of the arrays under ``"arrays"``."""
+    try:
+        with safe_open(path, "numpy") as file:
+            return _description(file.metadata())
+    except (OSError, SafetensorError) as error:
+        raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def to_bytes(described: Described, *, compress: bool) -> bytes:
+    """What a file would hold."""
+    arrays, metadata = _finish(described, compress)
+    return bytes(save(arrays, metadata))
+
+
+def from_bytes(data: bytes | bytearray | memoryview) -> Described:
+    """Read what :func:`to_bytes` returned; raises as :func:`read_file` does."""
+    whole = bytes(data)
+    try:
+        found = dict(_deserialize(whole))
+    except SafetensorError as error:
+        raise SnapshotFileError(f"this is no snapshot: {error}") from error
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    return _verified(header.get("__metadata__"), list(found), lambda name: _array(found[name]))
+
+
+# -- steps
+
+_deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
+
+
+def _finish(described: Described, compress: bool) -> tuple[Arrays, dict[str, str]]:
+    stored, about = Arrays(), {}
+    for name, array in described.arrays.items():
+        # A row of no bytes has nothing to hash; safetensors keeps its shape.
+        plain = np.ascontiguousarray(array)
+        kept, codec = pack(plain) if compress else (plain, None)
+        stored[name] = kept
+        about[name] = {"hash": _hash(kept), **({} if codec is None else codec)}
+    body = json.dumps({**described.description, "arrays": about}, separators=(",", ":"))
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "kvcellar": __version__,
+        "description": body,
+        "hash": _hash(body.encode()),
+    }
+    return stored, metadata
+
+
+def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    if metadata is None or metadata.get("format") != FORMAT:
+        raise SnapshotFileError("this is no snapshot of kvcellar")
+    version = metadata.get("version")
+    if version != str(VERSION):
+        made = metadata.get("kvcellar", "unknown")
+        raise SnapshotFileError(
+            f"format version {version}, written by kvcellar {made}; this one reads {VERSION}"
+        )
+    body = metadata.get("description", "")
+    if _hash(body.encode("utf-8", "surrogatepass")) != metadata.get("hash"):
+        raise SnapshotFileError("the description is damaged")
+    about = json.loads(body)
+    if not isinstance(about, dict) or not isinstance(about.get("arrays"), dict):
+        raise SnapshotFileError("the description is damaged: it lists no arrays")
+    return about
+
+
+def _verified(
+    metadata: Mapping[str, str] | None, names: list[str], get: Callable[[str], AnyArray]
+) -> Described:
+    about = _description(metadata)
+    listed = about.pop("arrays")
+    if set(listed) != set(names):
+        odd = sorted(set(listed) ^ set(names))
+        raise SnapshotFileError(f"arrays are missing or were added: {', '.join(odd[:3])}")
+    arrays = Arrays()
+    for name in names:
+        array, wanted = get(name), listed[name]
+        if _hash(array) != wanted.get("hash"):
+            raise SnapshotFileError(f"the array {name} is damaged")
+        arrays[name] = unpack(array, wanted) if "codec" in wanted else array
+    return Described(arrays, about)
+
+
+def _hash(data: AnyArray | bytes) -> str:
+    """Of an array its type and shape count too."""
+    if isinstance(data, bytes):
+        return xxhash.xxh3_128_hexdigest(data)
+    state = xxhash.xxh3_128(f"{data.dtype.str}{data.shape}".encode())
+    state.update(data.reshape(-1).view(np.uint8).data if data.size else b"")
+    return state.hexdigest()
+
+
+def _array(found: Mapping[str, Any]) -> AnyArray:
+    dtype = _DTYPES.get(found["dtype"])
+    if dtype is None:
+        raise SnapshotFileError(f"an array has type {found['dtype']}")
+    array: AnyArray = np.frombuffer(found["data"], dtype).reshape(found["shape"])
+    return array
+
+
+def _sync(path: str) -> None:
+    with open(path, "rb") as file:  # noqa: PTH123
+        os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

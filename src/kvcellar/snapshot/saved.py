@@ -1,0 +1,42 @@
+"""A snapshot as a value: what sequences hold, what they are, and of which model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvcellar.cache.content import CacheContent
+from kvcellar.snapshot.fingerprint import Plain
+from kvcellar.types import Float32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedText:
+    """What is known of a sequence beside what the cache holds.
+
+    Attributes:
+        logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.
+        grouped: the first tokens in the order of the text, where positions were divided.
+        grouped_end: the position that they end before.
+    """
+
+    logits: Float32Array | None = None
+    grouped: tuple[int, ...] = ()
+    grouped_end: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What one or several sequences held.
+
+    Attributes:
+        fingerprint: of the context that they were in, and how rows are stored here.
+        content: what the cache held.
+        texts: what else is known of each of them.
+        note: whatever whoever saved it wanted to say, for people.
+    """
+
+    fingerprint: Mapping[str, Plain]
+    content: CacheContent
+    texts: tuple[SavedText, ...]
+    note: Mapping[str, str | int] = field(default_factory=dict)
