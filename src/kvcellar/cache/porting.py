@@ -109,13 +109,13 @@ def _get(cache: Cache, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bo
     return CacheContent(len(seq_ids), tuple(groups), states, lo)
 
 
-def _is_plain(cache: Cache) -> bool:
+def is_plain(cache: Cache) -> bool:
     """Whether no part has states or windows that slide."""
     return all(type(part) is AttentionCache for part in parts_of(cache))
 
 
 def _needs_no_cut(cache: Cache, seq_ids: Sequence[int], hi: int) -> bool:
-    return _is_plain(cache) or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
+    return is_plain(cache) or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
 
 
 def _check_distinct(seq_ids: Sequence[int]) -> None:
@@ -124,8 +124,8 @@ def _check_distinct(seq_ids: Sequence[int]) -> None:
 
 
 def _check_targets(cache: Cache, content: CacheContent, seq_ids: Sequence[int], shift: int) -> None:
-    is_plain = _is_plain(cache)
-    if content.start > 0 and not is_plain:
+    plain = is_plain(cache)
+    if content.start > 0 and not plain:
         raise NotSupported(
             f"this piece begins at position {content.start}: a state or a window cannot be put in "
             "without what comes before"
@@ -135,7 +135,7 @@ def _check_targets(cache: Cache, content: CacheContent, seq_ids: Sequence[int], 
         end = cache.seq_pos_max(seq) + 1
         if first < 0:
             continue
-        if not is_plain and end > 0:
+        if not plain and end > 0:
             raise NotSupported(
                 f"sequence {seq} is not empty: a state or a window cannot be added to it"
             )

@@ -31,6 +31,7 @@ class EditableText:
         self._held = HeldText(cache, seq_id)
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
+        self._tainted: int | None = None  # see SavedText
         self._n_ctx_train = n_ctx_train
         self._closed = False
 
@@ -64,6 +65,8 @@ class EditableText:
         if n_tokens == 0:
             return self
         n_left, n_held = size - n_tokens, len(self._held)
+        if self._tainted is not None and n_left <= self._tainted:
+            self._tainted = None
         if n_left < n_held:
             self._waiting = self._held.go_back(n_left)
             self._logits = None
@@ -101,8 +104,11 @@ class EditableText:
         first, last = max(0, start - n_held), max(0, stop - n_held)
         waiting = self._waiting.without(first, last, closed)
         if start < min(stop, n_held):
-            waiting = waiting.after(self._held.remove(start, min(stop, n_held), gap))
+            again = self._held.remove(start, min(stop, n_held), gap)
+            waiting = waiting.after(again)
             self._logits = None
+            if not again and stop < n_held:
+                self._taint(start)
         self._waiting = waiting
         return self
 
@@ -135,6 +141,8 @@ class EditableText:
         """
         self._check_open()
         self._held.self_extend(group, width)
+        if group > 1:
+            self._taint(0)
         self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
         return self
 
@@ -152,6 +160,10 @@ class EditableText:
         n_max = min(self._held.cache.spec.size, self._n_ctx_train)
         while span := self._held.span_to_discard(self._waiting, n_max, shift):
             self.remove(*span)
+
+    def _taint(self, token: int) -> None:
+        """Know that K and V from a token on are not what a fresh decode would give."""
+        self._tainted = token if self._tainted is None else min(self._tainted, token)
 
     def _check_open(self) -> None:
         if self._closed:

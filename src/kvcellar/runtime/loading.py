@@ -7,7 +7,7 @@ takes it in as a whole or not at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +106,7 @@ def put_into(
     with context.cache.transaction():
         state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
         for text, one in zip(texts, saved, strict=True):
-            moved = SavedText(None, one.grouped, one.grouped_end + shift)
+            moved = replace(one, logits=None, grouped_end=one.grouped_end + shift)
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
@@ -130,14 +130,17 @@ def _part(
     start = check_range("start", options.start, 0, stop)
     if (start, stop) == (0, size):
         return content, snapshot.texts, 0
-    cut = SavedText(
-        text.logits if stop == size else None, text.grouped[start:stop], text.grouped_end
+    cut = replace(
+        text,
+        logits=text.logits if stop == size else None,
+        grouped=text.grouped[start:stop],
+        tainted=0 if start else text.tainted,
     )
     p0 = int(at[start]) if start < size else int(at[-1]) + 1
     p1 = int(at[stop]) if stop < size else int(at[-1]) + 1
     if start or _can_cut(content):
         return between(content, p0, p1), (cut,), 0
-    return content, (SavedText(None, text.grouped, text.grouped_end),), size - stop
+    return content, (replace(text, logits=None),), size - stop
 
 
 def _can_cut(content: CacheContent) -> bool:

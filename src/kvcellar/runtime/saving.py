@@ -13,6 +13,7 @@ from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
 from kvcellar.snapshot.container import write_file
 from kvcellar.snapshot.conversion import converted
+from kvcellar.snapshot.fingerprint import Plain, stored_as
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.types import CacheSpec, KVType
@@ -69,7 +70,7 @@ def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions)
     content = state_get(context.cache, ids, checkpoints=options.checkpoints)
     saved = tuple(text.saved_text() for text in texts)
     note = dict(options.note or {})
-    return _stored(context, Snapshot(context.fingerprint, content, saved, note), options)
+    return stored(context, Snapshot(context.fingerprint, content, saved, note), options)
 
 
 def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) -> Snapshot:
@@ -97,16 +98,24 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
         whole.logits if stop == size else None,
         whole.grouped[start:stop],
         min(whole.grouped_end, p1),
+        0 if start else whole.tainted,  # what stood before is missing then
     )
     note = dict(options.note or {})
-    return _stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
+    return stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
 
 
-def _stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
+def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
+    """The snapshot with K and V in the types that are asked for."""
     if options.type_k is None and options.type_v is None:
         return snapshot
     specs = [_as_type(spec, options) for spec in context.memory_spec.groups]
     return converted(snapshot, specs, context.model.convert_rows)
+
+
+def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plain]:
+    """The fingerprint that :func:`stored` gives a snapshot."""
+    specs = [_as_type(spec, options) for spec in context.memory_spec.groups]
+    return stored_as(context.fingerprint, specs)
 
 
 def _as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:

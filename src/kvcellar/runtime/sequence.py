@@ -75,7 +75,7 @@ class Sequence(EditableText):
             CacheFull: not enough free cells; nothing has changed.
         """
         self._check_open()
-        self._compute(self._waiting.then(self._to_ids(prompt)))
+        self._compute(self._waiting.then(self.to_ids(prompt)))
         return self
 
     def fork(self) -> Sequence:
@@ -89,6 +89,7 @@ class Sequence(EditableText):
         self._held.share_with(child._held)  # noqa: SLF001
         child._waiting = self._waiting  # noqa: SLF001  (of the same class)
         child._logits = self._logits  # noqa: SLF001
+        child._tainted = self._tainted  # noqa: SLF001
         return child
 
     def generate(
@@ -213,7 +214,16 @@ class Sequence(EditableText):
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
-        return SavedText(self._logits, held.grouped, held.grouped_end)
+        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted)
+
+    @property
+    def tainted(self) -> int | None:
+        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
+
+        So it is behind a removal, after a context shift, or where text was loaded behind other
+        text. None: there is none. What others do to ``context.cache`` directly is not known here.
+        """
+        return self._tainted
 
     def adopt(self, saved: SavedText, before: list[int]) -> None:
         """Know what was saved, now that the cache holds it behind the tokens ``before``."""
@@ -221,6 +231,10 @@ class Sequence(EditableText):
         if saved.grouped:
             held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
         self._logits = None if before else saved.logits
+        if before:
+            self._taint(len(before))
+        elif saved.tainted is not None:
+            self._taint(saved.tainted)
 
     def remember(self) -> Undo:
         """What puts the sequence back as it is now, its cells excepted."""
@@ -237,7 +251,8 @@ class Sequence(EditableText):
         state = "closed" if self._closed else f"{len(self)} tokens"
         return f"<Sequence {self.seq_id}: {state}>"
 
-    def _to_ids(self, prompt: str | Iterable[int]) -> list[int]:
+    def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
+        """The token ids that :meth:`append` would add."""
         if isinstance(prompt, str):
             is_first = len(self) == 0
             return self.context.model.tokenizer.encode(prompt, add_special=is_first)

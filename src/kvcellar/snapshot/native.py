@@ -55,7 +55,9 @@ def describe(snapshot: Snapshot) -> Described:
     for i, text in enumerate(snapshot.texts):
         if text.logits is not None:
             arrays[f"sequence.{i}.logits"] = text.logits
-        texts.append({"grouped": list(text.grouped), "grouped_end": text.grouped_end})
+        grouped: list[Plain] = list(text.grouped)
+        at, tainted = text.grouped_end, text.tainted
+        texts.append({"grouped": grouped, "grouped_end": at, "tainted": tainted})
     description: dict[str, Plain] = {
         "fingerprint": dict(snapshot.fingerprint),
         "n_seqs": content.n_seqs,
@@ -97,6 +99,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
             arrays.get(f"sequence.{i}.logits"),
             tuple(int(token) for token in text["grouped"]),
             int(text["grouped_end"]),
+            None if text["tainted"] is None else int(text["tainted"]),
         )
         for i, text in enumerate(about["texts"])
     )

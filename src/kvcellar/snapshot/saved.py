@@ -18,11 +18,14 @@ class SavedText:
         logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.
         grouped: the first tokens in the order of the text, where positions were divided.
         grouped_end: the position that they end before.
+        tainted: the first token whose K and V are not what a fresh decode of the text would give,
+            because something before it was removed or is elsewhere; None: there is none.
     """
 
     logits: Float32Array | None = None
     grouped: tuple[int, ...] = ()
     grouped_end: int = 0
+    tainted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
