@@ -53,7 +53,7 @@ def flat(value: Sequence[Buffer]) -> list[memoryview]:
 
 def encode_note(note: Note | None) -> str:
     """A note as JSON."""
-    found: dict[object, object] = {**(note or {})}
+    found: dict[object, object] = dict((note or {}).items())
     for name, content in found.items():
         if not isinstance(name, str) or not isinstance(content, (str, int)):
             raise OptionError(f"note {name!r}: {content!r}: a note has names, and str or int each")
