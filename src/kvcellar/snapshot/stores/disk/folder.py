@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from kvcellar.errors import StoreError
@@ -94,7 +93,7 @@ def make_index(root: Path, number: int) -> None:
 
 
 def rows_of_files(root: Path) -> list[Row]:
-    """A row for each key that a whole file is there for, those written longest ago first.
+    """A row for each key that a whole file is there for, those put longest ago first.
 
     The values themselves are not read: they are checked when they are asked for.
     """
@@ -103,8 +102,8 @@ def rows_of_files(root: Path) -> list[Row]:
         with suppress(Damaged, OSError):
             entry = header_of(Path(file.path)).entry
             if entry.key == name.key:
-                found[name.key] = Row(replace(entry, used=file.stat().st_mtime), name)
-    return sorted(found.values(), key=lambda row: row.entry.used)
+                found[name.key] = Row(entry, name)
+    return sorted(found.values(), key=lambda row: row.entry.created)
 
 
 def remove_leftovers(root: Path, min_age_s: float) -> int:
