@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _MAX_JSON = MAX_NOTE + 1024
 _GENERATION = re.compile("[0-9a-f]{16}")
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 class Damaged(Exception):
@@ -193,12 +195,17 @@ def map_value(path: Path, key: str) -> memoryview:
 
 
 def _open(path: Path) -> int:
+    """Open a file of ours; anything else in its place is damage."""
     try:
-        return os.open(path, os.O_RDONLY | _BINARY | _NO_LINK)
+        descriptor = os.open(path, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Damaged("a link, which no store makes") from None
         raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise Damaged("no file")
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:

@@ -18,6 +18,9 @@ T = TypeVar("T")
 _PASSING = ("locked", "busy", "disk i/o", "full", "unable to open", "interrupted")
 """What SQLite says of the world around a file; anything else it finds wrong is in the file."""
 
+_FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""The last is what a message of SQLite raises that quotes a damaged file."""
+
 _ATTEMPTS = 5
 
 
@@ -73,7 +76,7 @@ class LiveIndex:
         try:
             result = work(self._current())
             return (result,) if self._is_newest() else None
-        except (sqlite3.Error, OSError) as error:
+        except _FAILURES as error:
             self._renew(error)
             return None
 
@@ -96,7 +99,7 @@ class LiveIndex:
                 index.add(row)
         return index
 
-    def _renew(self, error: sqlite3.Error | OSError) -> None:
+    def _renew(self, error: Exception) -> None:
         """Make a damaged index anew; raise what is not its fault, or cannot be helped."""
         try:
             if not self._is_newest():
@@ -105,7 +108,7 @@ class LiveIndex:
                 raise StoreError(f"the store in {self._root} cannot be used: {error}") from error
             self._let_go()
             make_index(self._root, self._number + 1)
-        except (sqlite3.Error, OSError) as failure:
+        except _FAILURES as failure:
             raise StoreError(
                 f"the index of {self._root} cannot be used ({error}) nor made anew: {failure}"
             ) from failure
@@ -113,8 +116,8 @@ class LiveIndex:
     def _is_newest(self) -> bool:
         return self._read_only or newest_index(self._root) == self._number
 
-    def _is_damage(self, error: sqlite3.Error | OSError) -> bool:
-        if isinstance(error, IndexDamaged):
+    def _is_damage(self, error: Exception) -> bool:
+        if isinstance(error, (IndexDamaged, UnicodeDecodeError)):
             return True
         if self._read_only or not self._number or isinstance(error, OSError):
             return False
