@@ -48,11 +48,11 @@ def assert_exact_or_absent(store: DiskStore, key: str) -> bool:
     return False
 
 
-def test_every_bit_of_a_file_counts(store: DiskStore, tmp_path: Path) -> None:
+def test_every_byte_of_a_file_counts(store: DiskStore, tmp_path: Path) -> None:
     """But those that fill up the header's last line, which nobody reads."""
     n_bits = 8 * file_of(tmp_path / "store", "a").stat().st_size
     assert n_bits > 1000
-    for bit in range(n_bits):
+    for bit in range(0, n_bits, 3):  # two or three of each byte
         path = file_of(tmp_path / "store", "a")
         data = bytearray(path.read_bytes())
         fills_up = data.rindex(b"}", 0, -64) < bit // 8 < len(data) - 64
@@ -94,7 +94,7 @@ def test_damaged_files(
     store: DiskStore, tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
 ) -> None:
     rng = random.Random(1)
-    for _ in range(150):
+    for _ in range(250):
         key = rng.choice(KEYS)
         path = file_of(tmp_path / "store", key)
         data = bytearray(path.read_bytes())
@@ -142,13 +142,13 @@ def test_damaged_indexes(
 ) -> None:
     """The store opens, works and checks; nothing is raised, whatever SQLite says."""
     rng, original, n_lost = random.Random(2), _closed_store(tmp_path), 0
-    for attempt in range(80):
+    for attempt in range(40):
         folder = tmp_path / str(attempt)
         shutil.copytree(original, folder)
         _damage_file(folder / "index-1.sqlite", damage, rng)
         n_lost += _survives(folder)
         shutil.rmtree(folder)
-    assert n_lost < 80  # of 320
+    assert n_lost < 40  # of 160
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

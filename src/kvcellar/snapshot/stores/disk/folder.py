@@ -77,14 +77,15 @@ def index_path(root: Path, number: int) -> Path:
     return root / f"index-{number}.sqlite"
 
 
-def make_index(root: Path, number: int) -> None:
+def make_index(root: Path, number: int, sync: bool) -> None:
     """Make an index of the files of values, unless another process was faster; drop older ones."""
     unfinished = root / f"unfinished-{os.urandom(8).hex()}.sqlite"
     try:
-        create(unfinished, rows_of_files(root))
+        create(unfinished, rows_of_files(root), sync)
         with suppress(FileExistsError):
             os.link(unfinished, index_path(root, number))
-        sync_folder(root)
+        if sync:
+            sync_folder(root)
     finally:
         _remove_database(unfinished)
     for older, path in list(_indexes(root)):

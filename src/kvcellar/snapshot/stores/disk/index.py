@@ -82,7 +82,7 @@ class Index:
         uri = "file::memory:" if path == IN_MEMORY else f"{path.absolute().as_uri()}?mode=rw"
         self._db = _connect(uri)
         try:
-            self._db.execute(f"PRAGMA synchronous={'NORMAL' if sync else 'OFF'}")
+            _set_sync(self._db, sync)
             if path == IN_MEMORY:
                 _lay_out(self._db)
             self.check("quick_check")
@@ -178,15 +178,16 @@ class Index:
         self._db.close()
 
 
-def create(path: Path, rows: Iterable[Row]) -> None:
+def create(path: Path, rows: Iterable[Row], sync: bool) -> None:
     """Write a new index, complete and closed, where no file is yet."""
     db = _connect(f"{path.absolute().as_uri()}?mode=rwc")
     try:
         db.execute("PRAGMA journal_mode=WAL").fetchone()
+        _set_sync(db, sync)
         _lay_out(db)
     finally:
         db.close()
-    index = Index(path)
+    index = Index(path, sync)
     try:
         with index.transaction():
             for row in rows:
@@ -201,6 +202,10 @@ def _connect(uri: str) -> sqlite3.Connection:
     )
     db.text_factory = _text
     return db
+
+
+def _set_sync(db: sqlite3.Connection, sync: bool) -> None:
+    db.execute(f"PRAGMA synchronous={'NORMAL' if sync else 'OFF'}")
 
 
 def _lay_out(db: sqlite3.Connection) -> None:

@@ -86,7 +86,7 @@ class LiveIndex:
         if self._index is None or not self._is_newest():
             self._let_go()
             if (number := newest_index(self._root)) == 0:
-                make_index(self._root, 1)
+                make_index(self._root, 1, self._sync)
                 number = newest_index(self._root)
             self._number = number
             self._index = Index(index_path(self._root, number), self._sync)
@@ -107,7 +107,7 @@ class LiveIndex:
             if not self._is_damage(error):
                 raise StoreError(f"the store in {self._root} cannot be used: {error}") from error
             self._let_go()
-            make_index(self._root, self._number + 1)
+            make_index(self._root, self._number + 1, self._sync)
         except _FAILURES as failure:
             raise StoreError(
                 f"the index of {self._root} cannot be used ({error}) nor made anew: {failure}"
