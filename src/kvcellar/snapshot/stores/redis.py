@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import xxhash
 
-from kvcellar.errors import OptionError, StoreError
+from kvcellar.errors import ClosedError, OptionError, StoreError
 from kvcellar.snapshot.stores import redis_scripts
 from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Note
 from kvcellar.snapshot.stores.contents import check_key, decode_note, encode_note, flat
@@ -73,15 +75,9 @@ class RedisStore:
         pieces, text = flat(value), encode_note(note)
         if self._run(redis_scripts.USE, key, *self._times) is not None:
             return True
-        generation, digest, n_bytes = os.urandom(8).hex(), xxhash.xxh3_128(), 0
-        names: list[str] = []
+        names = self._new_names(key, sum(piece.nbytes for piece in pieces))
         try:
-            for chunk in _chunks(pieces, self._piece_bytes):
-                names.append(self._piece(key, generation, len(names)))
-                self._client.call("SET", names[-1], chunk, "EX", _WRITING_S)
-                digest.update(chunk)
-                n_bytes += len(chunk)
-            about = (generation, len(names), n_bytes, digest.hexdigest(), text)
+            about = (*self._write(names, pieces), text)
             outcome = self._run(redis_scripts.ENTER, key, *self._times, *about)
         except BaseException:
             self._give_up(names)
@@ -97,12 +93,9 @@ class RedisStore:
         check_key(key)
         while (about := self._run(redis_scripts.USE, key, *self._times)) is not None:
             generation, n_pieces, n_bytes, digest = about
-            found = self._fetch(key, generation.decode(), int(n_pieces))
-            whole = b"".join(found)
-            if (
-                str(len(whole)).encode() == n_bytes
-                and xxhash.xxh3_128_hexdigest(whole).encode() == digest
-            ):
+            names = _Names(self._stem(key), generation, n_pieces)
+            whole = b"".join(self._fetch(names))
+            if len(whole) == n_bytes and xxhash.xxh3_128_hexdigest(whole).encode() == digest:
                 return whole
             self._run(redis_scripts.DROP, key, generation)
         return None
@@ -133,10 +126,26 @@ class RedisStore:
         """Close the connections; values stay on the server."""
         self._client.close()
 
-    def _fetch(self, key: str, generation: str, n_pieces: int) -> Iterator[bytes]:
+    def _new_names(self, key: str, n_bytes: int) -> _Names:
+        """Names of as many pieces as that takes, which no other put has."""
+        n_pieces = -(-n_bytes // self._piece_bytes)
+        if n_pieces > redis_scripts.MAX_PIECES:
+            raise OptionError(f"piece_bytes {self._piece_bytes} is too small for {n_bytes} bytes")
+        return _Names(self._stem(key), os.urandom(8).hex().encode(), n_pieces)
+
+    def _write(self, names: _Names, pieces: Sequence[memoryview]) -> tuple[bytes, int, int, str]:
+        """Write all pieces; what a head says of them."""
+        digest, n_bytes = xxhash.xxh3_128(), 0
+        for name, chunk in zip(names.all(), _chunks(pieces, self._piece_bytes), strict=True):
+            self._client.call("SET", name, chunk, "EX", _WRITING_S)
+            digest.update(chunk)
+            n_bytes += len(chunk)
+        return names.generation, names.n_pieces, n_bytes, digest.hexdigest()
+
+    def _fetch(self, names: _Names) -> Iterator[bytes]:
         """Pieces up to the first that is gone."""
-        for i in range(n_pieces):
-            piece = self._client.call("GET", self._piece(key, generation, i))
+        for name in names.all():
+            piece = self._client.call("GET", name)
             if piece is None:
                 return
             yield piece
@@ -154,27 +163,34 @@ class RedisStore:
         n_prefix = len(f"{self._prefix}head:".encode())
         about = self._client.call("EVAL", redis_scripts.LIST, len(heads), *heads) if heads else []
         for head, (n_bytes, created, used, note) in zip(heads, about, strict=True):
-            if n_bytes is not None:
-                key = head[n_prefix:].decode()
-                told = decode_note(note.decode())
+            if None not in (n_bytes, created, used, note):
+                key, told = head[n_prefix:].decode(), decode_note(note.decode(errors="replace"))
                 yield Entry(key, int(n_bytes), float(created), float(used), told)
 
-    def _piece(self, key: str, generation: str, i: int) -> str:
-        return f"{self._prefix}piece:{key}:{generation}:{i}"
+    def _stem(self, key: str) -> bytes:
+        return f"{self._prefix}piece:{key}:".encode()
 
-    def _give_up(self, names: list[str]) -> None:
+    def _give_up(self, names: _Names) -> None:
         """Remove pieces of a put that came to nothing, if that can be; else they expire."""
-        if names:
-            try:
-                self._client.call("UNLINK", *names)
-            except StoreError:
-                return
+        if names.n_pieces:
+            with suppress(StoreError, ClosedError):
+                self._client.call("UNLINK", *names.all())
 
     def _run(self, script: str, key: str, *args: object) -> Any:  # what the script returns
-        names = [
-            f"{self._prefix}{what}" for what in (f"head:{key}", f"gone:{key}", f"piece:{key}:")
-        ]
+        names = (f"{self._prefix}head:{key}", f"{self._prefix}gone:{key}", self._stem(key))
         return self._client.call("EVAL", script, len(names), *names, *args)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Of the pieces of one put."""
+
+    stem: bytes
+    generation: bytes
+    n_pieces: int
+
+    def all(self) -> list[bytes]:
+        return [self.stem + self.generation + f":{i}".encode() for i in range(self.n_pieces)]
 
 
 def _chunks(pieces: Sequence[memoryview], size: int) -> Iterator[bytes]:

@@ -7,7 +7,12 @@ stem of the names of pieces. Times are the server's, so machines need not agree 
 
 from __future__ import annotations
 
-_PRELUDE = """
+MAX_PIECES = 100_000
+"""No value has more, whatever a damaged head says."""
+
+_PRELUDE = (
+    f"local max_pieces = {MAX_PIECES}"
+    """
 local head, trace, stem = KEYS[1], KEYS[2], KEYS[3]
 
 local function now()
@@ -17,7 +22,7 @@ end
 
 local function names(generation, n)
     local found = {}
-    for i = 1, math.min(tonumber(n) or 0, 1000000) do
+    for i = 1, math.min(tonumber(n) or 0, max_pieces) do
         found[i] = stem .. generation .. ':' .. (i - 1)
     end
     return found
@@ -46,6 +51,7 @@ local function renew(pieces, ttl, memory, time)
     redis.pcall('SET', trace, deadline, 'PX', memory)
 end
 """
+)
 
 ENTER = (
     _PRELUDE
@@ -74,7 +80,7 @@ if not whole(pieces) then drop(pieces) return false end
 local time = now()
 redis.pcall('HSET', head, 'used', time)  -- refused when memory is full; reading goes on
 renew(pieces, ttl, memory, time)
-return about
+return {about[1], #pieces, tonumber(about[3]) or -1, about[4] or ''}
 """
 )
 """What there is to know for reading a value, whose time begins anew; remains are dropped."""
