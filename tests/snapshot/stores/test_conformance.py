@@ -17,12 +17,8 @@ from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.testing.naive_store import NaiveStore
-from kvcellar.testing.store_conformance import (
-    BudgetConformance,
-    StoreConformance,
-    order,
-    value_of,
-)
+from kvcellar.testing.store_conformance import BudgetConformance, StoreConformance
+from kvcellar.testing.store_use import order, value_of
 
 
 class TestMemory(StoreConformance):

@@ -17,7 +17,7 @@ from kvcellar.snapshot.stores.base import Note
 from kvcellar.snapshot.stores.disk import DiskStore, index
 from kvcellar.snapshot.stores.disk import store as store_module
 from kvcellar.snapshot.stores.disk.files import Name, header_of, map_value, write_value
-from kvcellar.testing.store_conformance import content, order, refusal, value_of
+from kvcellar.testing.store_use import content, order, refusal, value_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.testing.store_conformance import content, value_of
+from kvcellar.testing.store_use import content, value_of
 
 KEYS = ("a", "b", "c", "d")
 SIZES = (64, 3, 0, 500)

@@ -11,7 +11,7 @@ from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.snapshot.stores.opening import open_store
 from kvcellar.snapshot.stores.redis import RedisStore
-from kvcellar.testing.store_conformance import refusal
+from kvcellar.testing.store_use import refusal
 from tests.snapshot.stores.conftest import socket_of
 
 

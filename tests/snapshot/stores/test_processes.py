@@ -13,7 +13,7 @@ import pytest
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.opening import open_store
 from kvcellar.testing.naive_store import NaiveStore
-from kvcellar.testing.store_conformance import content, order, value_of
+from kvcellar.testing.store_use import content, order, value_of
 from tests.snapshot.stores.worker import MAX_BYTES, numbered
 
 WORKER = Path(__file__).with_name("worker.py")

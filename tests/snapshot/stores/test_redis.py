@@ -13,7 +13,7 @@ import pytest
 from kvcellar.errors import OptionError, StoreError
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.snapshot.stores.redis_client import RedisClient, without_secrets
-from kvcellar.testing.store_conformance import content, order, refusal, value_of
+from kvcellar.testing.store_use import content, order, refusal, value_of
 from tests.snapshot.stores.conftest import StartRedis, running_redis, socket_of
 
 VALUE = value_of("a", 100)
@@ -52,29 +52,33 @@ def names(server: RedisClient, kind: str = "*") -> list[str]:
 
 
 def test_what_nobody_uses_expires(open_store: Open, server: RedisClient) -> None:
-    """With all its pieces; what is used stays."""
-    store = open_store(ttl_s=0.3)
+    """With all its pieces, which go after the head."""
+    store = open_store(ttl_s=0.05)
     store.put("a", [VALUE])
-    store.put("b", [VALUE])
-    deadline = time.monotonic() + 0.45
-    while time.monotonic() < deadline:
-        assert content(store, ["a"]) == [VALUE]
-        time.sleep(0.05)
-    assert (store.get("b"), store.has("b"), order(store)) == (None, False, ["a"])
+    open_store(ttl_s=100).put("b", [VALUE])
+    time.sleep(0.1)
+    assert (store.get("a"), store.has("a"), order(store)) == (None, False, ["b"])
     assert store.bytes_used == 100
-    assert [store.why_absent(key) for key in "bc"] == ["expired", "never stored"]
-    assert all(0 < server.call("PTTL", name) <= 60_300 for name in names(server, "piece:"))
-    assert store.put("b", [VALUE])
+    assert [store.why_absent(key) for key in "ac"] == ["expired", "never stored"]
+    assert all(0 < server.call("PTTL", name) <= 60_050 for name in names(server, "piece:a"))
+    assert open_store(ttl_s=100).put("a", [VALUE])
     assert content(store, ["b"]) == [VALUE]
 
 
-def test_putting_again_renews(open_store: Open) -> None:
-    store = open_store(ttl_s=0.4)
+def test_use_renews_and_looking_does_not(open_store: Open, server: RedisClient) -> None:
+    store = open_store(ttl_s=100)
     store.put("a", [VALUE])
-    for _ in range(6):
-        time.sleep(0.1)
-        store.put("a", [VALUE])
-    assert store.has("a")
+    kept = [*names(server, "head:"), *names(server, "piece:")]
+
+    def left_after(use: Callable[[], object]) -> int:
+        for name in kept:
+            server.call("PEXPIRE", name, 50_000)
+        use()
+        return min(int(server.call("PTTL", name)) for name in kept)
+
+    assert left_after(lambda: store.get("a")) > 50_000
+    assert left_after(lambda: store.put("a", [VALUE])) > 50_000
+    assert left_after(lambda: (store.has("a"), list(store.entries()))) <= 50_000
 
 
 def test_without_a_time_values_stay(open_store: Open, server: RedisClient) -> None:

@@ -12,7 +12,7 @@ from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.disk.files import Name, write_value
 from kvcellar.snapshot.stores.disk.folder import index_path, newest_index
 from kvcellar.snapshot.stores.opening import open_store
-from kvcellar.testing.store_conformance import use_at_random, value_of
+from kvcellar.testing.store_use import use_at_random, value_of
 
 MAX_BYTES = 120_000
 SIZES = (17, 900, 40_000, 5_000, 1, 0, 20_000)

@@ -37,7 +37,8 @@ class RedisStore:
     that died vanish after ten minutes. The server may evict what it likes: a value that lacks a
     piece counts as absent, and its remains are dropped.
 
-    The budget is the server's: set its ``maxmemory``, and ``maxmemory-policy allkeys-lru``.
+    The budget is the server's: set its ``maxmemory``, and ``maxmemory-policy allkeys-lru``. With
+    ``ttl_s``, whatever the server leaves of a value vanishes in time; else when it is evicted too.
     Clusters are not supported, nor servers older than Redis 5.
 
     Args:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvcellar.errors import StoreError
 from kvcellar.snapshot.stores.disk.files import (
+    VALUES,
     Damaged,
     Name,
     files_in,
@@ -48,6 +49,7 @@ def prepare(root: Path) -> None:
         if any(root.iterdir()) and not is_store(root):
             raise StoreError(f"{root} is not a store and not empty: name an empty or a new folder")
         (root / f"kvcellar-store-{VERSION}").touch()
+        (root / VALUES).mkdir(exist_ok=True)
 
 
 def is_store(root: Path) -> bool:

@@ -42,7 +42,11 @@ class LiveIndex:
         self._index: Index | None = None
         self._number = 0
         self._closed = False
-        self.read(Index.n_bytes)
+        try:
+            self.read(Index.n_bytes)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, work: Callable[[Index], T]) -> T:
         """Do work that changes nothing and needs no transaction."""

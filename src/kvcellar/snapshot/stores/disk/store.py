@@ -132,7 +132,10 @@ class DiskStore:
         return self._index.read(Index.n_bytes)
 
     def verify(self) -> VerifyReport:
-        """Read and check every value, change nothing; others may use the store meanwhile."""
+        """Read and check every value; others may use the store meanwhile.
+
+        Nothing is changed, but an index that is damaged is made anew.
+        """
         return examine(self._root, self._index)
 
     def gc(self, min_age_s: float = 600.0) -> GcReport:
