@@ -157,4 +157,4 @@ class DiskAndOracle(StoreAndOracle):
 TestMemoryAndOracle = StoreAndOracle.TestCase
 TestMemoryAndOracle.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestDiskAndOracle = DiskAndOracle.TestCase
-TestDiskAndOracle.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestDiskAndOracle.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)

@@ -68,7 +68,7 @@ def test_a_killed_writer_loses_at_most_what_it_was_writing(tmp_path: Path) -> No
 
 def test_killed_while_opening(tmp_path: Path) -> None:
     """A folder that is half a store becomes a whole one."""
-    for attempt in range(12):
+    for attempt in range(8):
         folder = tmp_path / str(attempt)
         process = start("write", folder, 0, "fsync")
         deadline = time.monotonic() + 20
@@ -124,6 +124,22 @@ def test_processes_lose_and_mix_nothing(
         assert report.is_sound
         assert report.strays == ()
     store.close()
+
+
+def test_an_index_is_spoilt_while_processes_use_it(tmp_path: Path) -> None:
+    """It is made anew again and again, and nothing that they put is lost."""
+    spoiler = start("rebuild", tmp_path, 0.06)
+    processes = [start("use", tmp_path, seed, 60) for seed in range(2)]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    kill_after(spoiler, 0)
+    store = DiskStore(tmp_path)
+    own = [f"own-{seed}-{i}" for seed in range(2) for i in range(20)]
+    assert content(store, own) == [value_of(key, 300) for key in own]
+    assert store.verify().is_sound
+    store.close()
+    assert not (tmp_path / "index-1.sqlite").exists()
 
 
 def test_processes_keep_within_the_budget(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def clean(where: str) -> None:
         store.gc(0)
 
 
-def rebuild(where: str) -> None:
+def rebuild(where: str, pause_s: str = "0") -> None:
     """Spoil the index and have it made anew, without end."""
     _tell("open")
     while True:
@@ -56,6 +57,7 @@ def rebuild(where: str) -> None:
         if number:
             index_path(Path(where), number).write_bytes(b"no index at all")
         DiskStore(where, fsync=False).close()
+        time.sleep(float(pause_s))
 
 
 def use(where: str, seed: str, n_steps: str, max_bytes: str = "") -> None:

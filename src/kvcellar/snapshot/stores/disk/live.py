@@ -21,7 +21,7 @@ _PASSING = ("locked", "busy", "disk i/o", "full", "unable to open", "interrupted
 _FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
 """The last is what a message of SQLite raises that quotes a damaged file."""
 
-_ATTEMPTS = 5
+_ATTEMPTS = 50
 
 
 class LiveIndex:
@@ -121,10 +121,10 @@ class LiveIndex:
         return self._read_only or newest_index(self._root) == self._number
 
     def _is_damage(self, error: Exception) -> bool:
-        if isinstance(error, (IndexDamaged, UnicodeDecodeError)):
-            return True
         if self._read_only or not self._number or isinstance(error, OSError):
             return False
+        if isinstance(error, (IndexDamaged, UnicodeDecodeError)):
+            return True
         text = str(error).lower()
         if "readonly" in text:  # a damaged header makes a file read-only, too
             return os.access(index_path(self._root, self._number), os.W_OK)

@@ -37,6 +37,8 @@ class DiskStore:
     it is got: a damaged one is dropped and counts as absent. A damaged index is made anew from
     the files. After a power cut the last entries may be missing.
 
+    The folder has to be on a local disk: SQLite's logs are not made for network file systems.
+
     The budget counts values; headers and the index add about a kilobyte each. It is kept by
     whoever puts, so a smaller one takes effect with the next put, or :meth:`gc`. A value that
     was got stays readable whatever becomes of its entry, but do not shorten its file.
@@ -108,7 +110,7 @@ class DiskStore:
     def has(self, key: str) -> bool:
         """Whether there is a value; it is not looked into."""
         row = self._row(check_key(key))
-        return row is not None and row.name.under(self._root).exists()
+        return row is not None and self._is_there(row.name)
 
     def why_absent(self, key: str) -> Absence:
         """What was deleted, or damaged, counts as never stored."""
@@ -136,7 +138,10 @@ class DiskStore:
 
         Nothing is changed, but an index that is damaged is made anew.
         """
-        return examine(self._root, self._index)
+        try:
+            return examine(self._root, self._index)
+        except OSError as error:
+            raise StoreError(f"the store in {self._root} cannot be read: {error}") from error
 
     def gc(self, min_age_s: float = 600.0) -> GcReport:
         """Remove what no entry needs, entries without a file, and what exceeds the budget.
@@ -168,11 +173,20 @@ class DiskStore:
             raise StoreError(f"{row.name.key} in {self._root} cannot be read: {error}") from error
         return value if value.nbytes == row.entry.n_bytes else None
 
+    def _is_there(self, name: Name) -> bool:
+        try:
+            name.under(self._root).stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreError(f"{name.key} in {self._root} cannot be seen: {error}") from error
+        return True
+
     def _renew(self, key: str) -> bool:
         """Count a put of what is there as a use; drop it if its file is not what it was."""
         if (row := self._row(key)) is None:
             return False
-        if row.name.under(self._root).exists():
+        if self._is_there(row.name):
             return self._use(key)
         self._drop(row.name)
         return False
