@@ -29,7 +29,7 @@ from kvcellar.snapshot.stores.disk.files import (
     remove,
     sync_folder,
 )
-from kvcellar.snapshot.stores.disk.index import Row, create
+from kvcellar.snapshot.stores.disk.index import Index, Row, create
 
 VERSION = 1
 _MARK = re.compile("kvcellar-store-([0-9]{1,9})")
@@ -86,6 +86,7 @@ def make_index(root: Path, number: int, sync: bool) -> None:
         create(unfinished, rows_of_files(root), sync)
         with suppress(FileExistsError):
             os.link(unfinished, index_path(root, number))
+            _catch_up(root, number, sync)
         if sync:
             sync_folder(root)
     finally:
@@ -93,6 +94,21 @@ def make_index(root: Path, number: int, sync: bool) -> None:
     for older, path in list(_indexes(root)):
         if older < number:
             _remove_database(path)
+
+
+def _catch_up(root: Path, number: int, sync: bool) -> None:
+    """Enter what others wrote and entered in the older index while this one was being made.
+
+    From now on they see that it is there, and enter what they write in this one.
+    """
+    index = Index(index_path(root, number), sync)
+    try:
+        with index.transaction():
+            for row in rows_of_files(root):
+                if index.row(row.name.key) is None:
+                    index.add(row)
+    finally:
+        index.close()
 
 
 def rows_of_files(root: Path) -> list[Row]:

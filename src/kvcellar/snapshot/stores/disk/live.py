@@ -113,6 +113,8 @@ class LiveIndex:
             self._let_go()
             make_index(self._root, self._number + 1, self._sync)
         except _FAILURES as failure:
+            if newest_index(self._root) > self._number:
+                return  # the new one was replaced in its turn
             raise StoreError(
                 f"the index of {self._root} cannot be used ({error}) nor made anew: {failure}"
             ) from failure

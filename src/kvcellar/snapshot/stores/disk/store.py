@@ -22,6 +22,8 @@ from kvcellar.snapshot.stores.disk.index import Index, Row
 from kvcellar.snapshot.stores.disk.live import LiveIndex
 from kvcellar.snapshot.stores.disk.upkeep import GcReport, VerifyReport, collect, examine
 
+_ATTEMPTS = 3
+
 
 class DiskStore:
     """A folder of values: an index, and a file for each.
@@ -87,12 +89,9 @@ class DiskStore:
         if self._renew(key):
             return True
         now = time.time()
-        row = Row(Entry(key, n_bytes, now, now, about), Name.new(key))
-        try:
-            write_value(row.name.under(self._root), row.entry, pieces, self._fsync)
-        except OSError as error:
-            raise StoreError(f"{n_bytes} bytes cannot be put into {self._root}: {error}") from error
-        self._enter(row)
+        entry = Entry(key, n_bytes, now, now, about)
+        if not any(self._write(entry, pieces) for _ in range(_ATTEMPTS)):
+            raise StoreError(f"the file of {key} in {self._root} is removed again and again")
         return True
 
     def get(self, key: str) -> Buffer | None:
@@ -200,29 +199,37 @@ class DiskStore:
         except StoreError:
             return True
 
-    def _enter(self, row: Row) -> None:
+    def _write(self, entry: Entry, pieces: Sequence[memoryview]) -> bool:
+        """Write and enter a value; False if its file was removed in between."""
+        row = Row(entry, Name.new(entry.key))
         path = row.name.under(self._root)
-
-        def enter(index: Index) -> list[Name]:
-            held = index.row(row.name.key)
-            if held is None:
-                if not path.exists():
-                    raise StoreError(f"{path} was removed before it was entered: put it again")
-                index.add(row)
-            else:
-                index.use(row.name.key, row.entry.used)
-            unused = [] if held is None or held.name == row.name else [row.name]
-            limit = self._max_bytes
-            victims = [] if limit is None else index.evict(limit)
-            return unused + [victim.name for victim in victims]
-
         try:
-            leaving = self._index.write(enter)
+            write_value(path, entry, pieces, self._fsync)
+        except OSError as error:
+            raise StoreError(
+                f"{entry.n_bytes} bytes cannot be put into {self._root}: {error}"
+            ) from error
+        try:
+            leaving = self._index.write(lambda index: self._enter(index, row))
         except BaseException:
             remove(path)
             raise
-        for name in leaving:
+        for name in leaving or ():
             remove(name.under(self._root))
+        return leaving is not None
+
+    def _enter(self, index: Index, row: Row) -> list[Name] | None:
+        """Enter a file: which files that makes superfluous, None if it is not there any more."""
+        held = index.row(row.name.key)
+        if held is not None:
+            index.use(row.name.key, row.entry.used)
+        elif row.name.under(self._root).exists():
+            index.add(row)
+        else:
+            return None
+        unused = [] if held is None or held.name == row.name else [row.name]
+        victims = [] if self._max_bytes is None else index.evict(self._max_bytes)
+        return unused + [victim.name for victim in victims]
 
     def _drop(self, name: Name) -> bool:
         """Forget an entry and remove its file, unless it was put anew meanwhile."""
