@@ -1,0 +1,82 @@
+"""Talking to a Redis server through the optional package redis; every failure is a StoreError."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvcellar.errors import ClosedError, OptionError, StoreError
+
+_SCHEMES = ("redis", "rediss", "unix")
+_CONNECT_S, _ANSWER_S = 5.0, 60.0
+_READ_BYTES = 1 << 20
+
+
+class RedisClient:
+    """Sends commands; safe for threads, which the package sees to.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``, as the package takes it.
+
+    Raises:
+        OptionError: no such URL can be.
+        StoreError: the package is not installed, or the server does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._shown = without_secrets(url)
+        self._closed = False
+        self._errors, self._client = _connect(url, self._shown)
+        try:
+            self.call("PING")
+        except StoreError:
+            self.close()
+            raise
+
+    def call(self, *command: Any) -> Any:  # whatever the server answers
+        """What the server answers to a command."""
+        if self._closed:
+            raise ClosedError(f"the store at {self._shown} was closed: open it again")
+        try:
+            return self._client.execute_command(*command)
+        except self._errors as error:
+            raise StoreError(f"the store at {self._shown}: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections; twice is fine."""
+        self._closed = True
+        self._client.close()
+
+
+def without_secrets(url: str) -> str:
+    """A URL without names, passwords and options."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise OptionError("the URL of the store is none: redis://HOST:PORT/NUMBER is") from None
+    if parts.scheme not in _SCHEMES:
+        raise OptionError(f"scheme {parts.scheme!r} of the store: {', '.join(_SCHEMES)} are known")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _connect(url: str, shown: str) -> tuple[tuple[type[Exception], ...], Any]:
+    """The errors that the package raises, and its client; it connects when it is first used."""
+    try:
+        redis = import_module("redis")
+        retry = import_module("redis.retry").Retry(import_module("redis.backoff").NoBackoff(), 1)
+    except ImportError:
+        raise StoreError(
+            f'the store at {shown} needs the package redis: pip install "kvcellar[redis]"'
+        ) from None
+    try:
+        client = redis.Redis.from_url(
+            url,
+            retry=retry,
+            socket_connect_timeout=_CONNECT_S,
+            socket_timeout=_ANSWER_S,
+            socket_read_size=_READ_BYTES,
+        )
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"the URL of the store at {shown} cannot be used: {error}") from None
+    return (redis.RedisError, OSError), client

@@ -1,0 +1,70 @@
+"""Using a store of snapshots in tests: what it holds, what it refuses, and much at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from kvcellar.snapshot.stores.base import Store
+
+
+def refusal(error: type[Exception], work: Callable[[], object]) -> str:
+    """The message of the error that work must raise."""
+    try:
+        work()
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"no {error.__name__}")
+
+
+def content(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """What a store has under keys, read in that order."""
+    return [None if (value := store.get(key)) is None else bytes(value) for key in keys]
+
+
+def order(store: Store) -> list[str]:
+    """Keys, the one used longest ago first."""
+    return [entry.key for entry in store.entries()]
+
+
+def value_of(key: str, n_bytes: int) -> bytes:
+    """Bytes that belong to a key, so that a mix-up shows."""
+    return random.Random(key).randbytes(n_bytes)
+
+
+def hammer(store: Store, n_threads: int, n_steps: int) -> None:
+    """Use a store from several threads; raises what any of them met."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            use_at_random(store, seed, n_steps)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def use_at_random(store: Store, seed: int, n_steps: int) -> None:
+    """Put, get and delete a dozen keys; what is got must be what belongs to its key."""
+    rng = random.Random(seed)
+    for _ in range(n_steps):
+        key = f"k{rng.randrange(12)}"
+        value = value_of(key, 100 * int(key[1:]))
+        choice = rng.random()
+        if choice < 0.45:
+            assert store.put(key, [value[:50], value[50:]], {"key": key})
+        elif choice < 0.9:
+            got = store.get(key)
+            assert got is None or bytes(got) == value, f"{key} holds what belongs to another"
+        elif choice < 0.95:
+            store.delete(key)
+        else:
+            assert all(entry.note == {"key": entry.key} for entry in store.entries())
