@@ -28,7 +28,7 @@ raises one of these has changed nothing (invariant 5), unless its docstring says
     │   ├── SnapshotFileError       missing, truncated, damaged, or not a snapshot
     │   ├── SnapshotMismatch        of another model, K/V type or shape; names what differs
     │   └── StoreError              a store of snapshots cannot be opened, read or written
-    └── ClosedError                 a model, context or sequence used after close()
+    └── ClosedError                 a model, context, sequence or store used after close()
 """
 
 from __future__ import annotations
@@ -164,4 +164,4 @@ class StoreError(SnapshotError):
 
 
 class ClosedError(KVCellarError):
-    """A model, context or sequence was used after it was closed."""
+    """A model, context, sequence or store was used after it was closed."""
