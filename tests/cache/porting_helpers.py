@@ -42,7 +42,7 @@ def signed_layer(window: int = 0) -> LayerSpec:
 def port_spec(size: int, window: int = 0, n_layers: int = 1, n_seq_max: int = N_SEQ) -> CacheSpec:
     """A cache of such layers."""
     layers = (signed_layer(window),) * n_layers
-    return CacheSpec(size, n_seq_max, layers, KVType.F32, KVType.F32, padding=1)
+    return CacheSpec(size, n_seq_max, layers, KVType.F32, KVType.F32, padding=8)
 
 
 class Failing:
