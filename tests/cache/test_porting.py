@@ -66,7 +66,7 @@ def duel_of(size: int, ops: Sequence[tuple[object, ...]], first: int) -> Duel:
     duel.decode([frozenset({0}), frozenset({0, 1}), frozenset({1})], [0, 0, 0], 2)
     for name, *args in ops:
         if name == "decode":
-            duel.decode(args[0], [0] * len(args[0]), 3)  # type: ignore[arg-type, call-overload]
+            duel.decode(args[0], [0] * len(args[0]), 3)  # type: ignore[arg-type]
         elif name != "begin" or duel.depth < 2:
             getattr(duel, str(name))(*args)
     duel.check()

@@ -1,4 +1,4 @@
-"""States taken out and put in: what they have absorbed, who shares them, what they can go back to."""
+"""States taken out and put in: what they absorbed, who shares them, what they can go back to."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_state_cannot_be_cut_or_added_to() -> None:
     put(cache, 0, 3)
     put(cache, 0, 3)
     before = everything(cache)
-    with pytest.raises(NotSupported, match="cannot be taken up to 5: .* ends at 3"):
+    with pytest.raises(NotSupported, match=r"cannot be taken up to 5: .* ends at 3"):
         state_get(cache, [0], -1, 5)
     assert everything(cache) == before
     whole, piece = state_get(cache, [0]), state_get(cache, [0], 3)
