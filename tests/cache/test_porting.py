@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
+from kvcellar.cache import AttentionCache
 from kvcellar.cache.content import CacheContent
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import (
@@ -30,9 +31,18 @@ from kvcellar.errors import (
 from kvcellar.testing.duel import Duel
 from kvcellar.testing.naive import NaiveCache, NaiveCell
 from kvcellar.testing.signs import Setup
+from kvcellar.testing.stores import SignatureStore
 from kvcellar.testing.strategies import BOUNDS, SEQ_IDS, TOKEN_OWNERS
 from kvcellar.types import MAX_POSITION, KVType
-from tests.cache.porting_helpers import everything, full, put, signed_layer
+from tests.cache.porting_helpers import (
+    check_texts,
+    everything,
+    full,
+    port_spec,
+    put,
+    signed_layer,
+    text_of,
+)
 from tests.cache.stores import MAKERS, SETUPS, Signed, signed
 
 SETUP = Setup(layers=(signed_layer(),) * 2, type_k=KVType.F32, type_v=KVType.F32)
@@ -305,3 +315,13 @@ def test_pieces_of_a_text_follow_each_other_into_a_plain_cache() -> None:
     assert target.seq_tokens(2).tolist() == source.seq_tokens(0).tolist()
     assert state_get(source, []).n_seqs == 0
     state_set(target, state_get(source, []), [])
+
+
+def test_sequences_may_have_any_of_many_ids() -> None:
+    spec = port_spec(24, n_seq_max=130)
+    source, target = (AttentionCache(spec, SignatureStore(spec)) for _ in range(2))
+    put(source, [0, 129], 3)
+    put(source, 129, 2)
+    state_set(target, state_get(source, [129, 0]), [64, 127])
+    assert target.used == 5
+    check_texts(target, {64: text_of(source, 129), 127: text_of(source, 0)})

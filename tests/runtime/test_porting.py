@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
+from kvcellar.cache.joining import join
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import SnapshotMismatch
 from kvcellar.runtime.context import Context
@@ -155,3 +156,24 @@ def test_moved_texts_go_on_at_their_new_positions(shared: Path) -> None:
         one.cache.seq_add(0, -1, -1, 5)
         for a, b in zip(go_on(one, [0]), go_on(two, [1]), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "arch", ["llama-dense", "deepseek2-moe", "gemma3-dense", "gpt-oss-moe", "jamba-dense"]
+)
+def test_pieces_saved_while_a_text_grew_go_on_as_the_whole(shared: Path, arch: str) -> None:
+    with pair(shared, arch, **F32) as (one, two):
+        pieces, at = [], 0
+        for n in (20, 7, 1, 42):
+            one.decode(Batch.of(PREFIX[at : at + n], 0))
+            one.decode(Batch.of(TAILS[2], 1))
+            at += n
+            pieces.append(state_get(one.cache, [0], at - n, at))
+        joined = join(pieces, [group.window for group in one.memory_spec.groups])
+        state_set(two.cache, joined, [1])
+        assert joined.groups[0].text_of(0)[1].tolist() == PREFIX
+        state_set(two.cache, state_get(one.cache, [0]), [2])
+        logits = go_on(one, [0])
+        for seq in (1, 2):
+            for a, b in zip(logits, go_on(two, [seq]), strict=True):
+                assert nmse(a, b) < SAME
