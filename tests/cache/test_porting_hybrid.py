@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import CacheContent
@@ -16,6 +17,7 @@ from kvcellar.cache.parts import parts_of
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import (
     AllocationError,
+    CacheError,
     CacheFull,
     KVCellarError,
     NotSupported,
@@ -288,3 +290,41 @@ def test_what_the_user_interrupts_is_retried(kinds: str) -> None:
         assert states_of(target).broken is None
     with pytest.raises(KVCellarError, match="not empty"):
         state_set(target, content, [0, 1])
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_what_was_known_earlier_is_taken_within_a_transaction_too(kinds: str) -> None:
+    cache = hybrid(kinds, size=40)
+    put(cache, 0, 5)
+    cache.seq_cp(0, 1)
+    put(cache, 0, 4)
+    text, before = text_of(cache, 0), everything(cache)
+    with cache.transaction() as attempt:
+        put(cache, 0, 14)
+        put(cache, 1, 2)
+        inside = everything(cache)
+        content = state_get(cache, [0, 1], -1, 5)
+        with pytest.raises(NotSupported, match="cannot be taken up to 7"):
+            state_get(cache, [0], -1, 7)
+        assert everything(cache) == inside
+        state_set(cache, content, [2, 3])
+        check_texts(cache, {2: text[:5], 3: text[:5]})
+        attempt.rollback()
+    assert everything(cache) == before
+    put(cache, 1, 3)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_nothing_is_taken_or_put_in_while_a_batch_is_decoded(kinds: str) -> None:
+    cache = hybrid(kinds)
+    put(cache, 0, 5)
+    content, before = state_get(cache, [0]), everything(cache)
+    with cache.place(Batch.of([1, 2], 1), 4) as placement:
+        for p1 in (-1, 3):
+            with pytest.raises(CacheError, match="being decoded"):
+                state_get(cache, [0], -1, p1)
+        with pytest.raises(CacheError, match="being decoded"):
+            state_set(cache, content, [2])
+        assert cache.is_decoding
+        placement.release()
+    assert everything(cache) == before

@@ -90,7 +90,7 @@ def state(duel: SlidingDuel) -> tuple[object, ...]:
     return (*duel.state(), *(kept.of(seq) for seq in range(N_SEQ)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 4),
     st.sampled_from([0, 1, 20]),

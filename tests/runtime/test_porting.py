@@ -20,7 +20,7 @@ from kvcellar.types import Float32Array
 from tests.runtime.archs import ARCHS, F32, SAME, WINDOWED, opened, text
 
 PREFIX, TAILS = text(1, 70), [text(2, 9), text(3, 4), text(4, 20)]
-TYPES = [("llama-dense", "q8_0"), ("qwen3-dense", "q4_0"), ("gemma3-dense", "q8_0")]
+TYPES = [("qwen3-dense", "q4_0"), ("gemma3-dense", "q8_0")]
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def test_logits_are_the_same_bits_in_another_context(shared: Path, arch: str) ->
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [*WINDOWED, "llama-dense", "jamba-dense", "mamba2-dense"])
 def test_scattered_among_others_logits_differ_by_no_more_than_sums_do(
     shared: Path, arch: str
 ) -> None:

@@ -108,8 +108,8 @@ def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
     for what, numbers, end in (("cell", owners[0], n), ("sequence", owners[1], n_seqs)):
         bad = numbers[(numbers < 0) | (numbers >= end)]
         _require(len(bad) == 0, f"an owner of {what} {bad[:1].tolist()}, of {end}")
-    pairs = np.unique(owners, axis=1).shape[1]
-    _require(pairs == owners.shape[1], "a cell has an owner twice")
+    pairs = np.unique(owners[0] * n_seqs + owners[1])
+    _require(len(pairs) == owners.shape[1], "a cell has an owner twice")
     _require(len(np.unique(owners[0])) == n, "a cell has no owner")
 
 

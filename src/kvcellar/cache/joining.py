@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvcellar._cellsets import NO_CELLS, Cells, as_cells
 from kvcellar.cache.content import (
     CacheContent,
     CellContent,
@@ -66,14 +67,14 @@ def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
     # What slid out of a piece lies before its rows; behind the last such token all is held.
     slid_in = [i for i, piece in enumerate(pieces) if piece.slid[0].shape[1]]
     n_slid = int(gaps[slid_in[-1]]) if slid_in else 0
-    rows = _chain([pick(piece.rows, piece.cells_of(0)) for piece in pieces])
+    rows = _chain([pick(piece.rows, _in_order(piece)) for piece in pieces])
     n = text.shape[1] - n_slid
     n_rows = sum(len(piece.positions) for piece in pieces)
     whole = CellContent(
         positions=text[0, n_slid:],
         tokens=text[1, n_slid:],
         owners=np.stack((np.arange(n), np.zeros(n, np.int64))),
-        rows=pick(rows, np.arange(n_rows - n, n_rows)),
+        rows=pick(rows, slice(n_rows - n, n_rows)),
         slid=(text[:, :n_slid],),
     )
     return trimmed(whole, window) if window else whole
@@ -91,6 +92,12 @@ def _join_states(pieces: Sequence[StateContent]) -> StateContent:
     tokens = np.concatenate([held.tokens for _, held in found])
     state = states[last.state : last.state + 1]
     return StateContent(state, (HeldContent(positions, tokens, 0),))
+
+
+def _in_order(piece: CellContent) -> Cells:
+    """The cells by their positions: a slice, so that no row is copied, if they lie so."""
+    cells = piece.cells_of(0)
+    return as_cells(cells) if len(cells) else NO_CELLS
 
 
 def _chain(pieces: Sequence[RowBytes]) -> RowBytes:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvcellar._cellsets import Cells
 from kvcellar.cache.cell_porting import PortsCells
 from kvcellar.cache.content import CellContent, RowBytes, WindowContent
 from kvcellar.cache.room import Room, n_kept
@@ -115,8 +116,8 @@ def trimmed(content: CellContent, window: int) -> CellContent:
     )
 
 
-def pick(rows: RowBytes, cells: Int64Array) -> RowBytes:
-    """The rows of some of the cells."""
+def pick(rows: RowBytes, cells: Cells) -> RowBytes:
+    """The rows of some of the cells; those of a slice are not copied."""
     return RowBytes(tuple(k[cells] for k in rows.k), tuple(v[cells] for v in rows.v))
 
 
