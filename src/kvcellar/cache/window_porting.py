@@ -61,9 +61,9 @@ class PortsWindows(PortsCells):
                 owners.setdefault(one.serial, []).append(number)
         return tuple(
             WindowContent(
-                one.positions,
-                one.tokens,
-                self._by_layer(one.rows),
+                one.positions.copy(),
+                one.tokens.copy(),
+                self._by_layer([rows.copy() for rows in one.rows]),
                 _pairs(one.slid),
                 tuple(owners[serial]),
             )
