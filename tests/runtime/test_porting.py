@@ -12,7 +12,9 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache.joining import join
+from kvcellar.cache.parts import parts_of
 from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotMismatch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse
@@ -27,18 +29,23 @@ TYPES = [("qwen3-dense", "q4_0"), ("gemma3-dense", "q8_0")]
 def pair(shared: Path, arch: str, backend: str = "ggml", **options: Any) -> Iterator[list[Context]]:
     """Two contexts of a model, the second of another size and for more sequences."""
     with opened(shared, arch, backend, **options) as one:
-        two = one.model.context(**{"n_ctx": 400, "n_seq_max": 6, "n_ubatch": 16, **options})
+        two = one.model.context(**{"n_ctx": 768, "n_seq_max": 6, "n_ubatch": 16, **options})
         with two:
             yield [one, two]
 
 
-def fill(context: Context, prefix: Sequence[int] = PREFIX) -> None:
-    """Three sequences that share a text longer than any window."""
+def fill(context: Context) -> int:
+    """Three sequences that share a text longer than any window; returns its length."""
+    slides = any(isinstance(part, SlidingCache) for part in parts_of(context.cache))
+    prefix = text(1, 300) if slides else PREFIX  # windows have 256 cells
     context.decode(Batch.of(prefix, 0))
     for seq in (1, 2):
         context.cache.seq_cp(0, seq)
     for seq, tail in enumerate(TAILS):
         context.decode(Batch.of(tail, seq))
+    for part in parts_of(context.cache):
+        assert not isinstance(part, SlidingCache) or len(part.seq_slid(0)) > 0
+    return len(prefix)
 
 
 def go_on(context: Context, seq_ids: Sequence[int]) -> list[Float32Array]:
@@ -125,9 +132,9 @@ def test_the_numpy_backend_takes_in_what_it_gave(shared: Path, arch: str) -> Non
 @pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "falcon-h1-dense", "mamba-dense"])
 def test_going_back_and_on_after_a_load(shared: Path, arch: str) -> None:
     with pair(shared, arch) as (one, two):
-        fill(one)
+        n = fill(one)
         state_set(two.cache, state_get(one.cache, [2]), [5])
-        assert one.cache.rewind(2, len(PREFIX)) == two.cache.rewind(5, len(PREFIX)) == len(PREFIX)
+        assert one.cache.rewind(2, n) == two.cache.rewind(5, n) == n
         for a, b in zip(go_on(one, [2]), go_on(two, [5]), strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -163,15 +170,17 @@ def test_moved_texts_go_on_at_their_new_positions(shared: Path) -> None:
 )
 def test_pieces_saved_while_a_text_grew_go_on_as_the_whole(shared: Path, arch: str) -> None:
     with pair(shared, arch, **F32) as (one, two):
-        pieces, at = [], 0
-        for n in (20, 7, 1, 42):
-            one.decode(Batch.of(PREFIX[at : at + n], 0))
+        tokens, pieces, at = text(1, 300), [], 0
+        for n in (20, 7, 1, 272):
+            one.decode(Batch.of(tokens[at : at + n], 0))
             one.decode(Batch.of(TAILS[2], 1))
             at += n
             pieces.append(state_get(one.cache, [0], at - n, at))
+        slid = [len(group.slid[0][0]) > 0 for piece in pieces for group in piece.groups]
+        assert any(slid) == (arch in WINDOWED)
         joined = join(pieces, [group.window for group in one.memory_spec.groups])
         state_set(two.cache, joined, [1])
-        assert joined.groups[0].text_of(0)[1].tolist() == PREFIX
+        assert joined.groups[0].text_of(0)[1].tolist() == tokens
         state_set(two.cache, state_get(one.cache, [0]), [2])
         logits = go_on(one, [0])
         for seq in (1, 2):

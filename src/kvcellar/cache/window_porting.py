@@ -32,7 +32,11 @@ class PortsWindows(PortsCells):
         return replace(content, slid=slid, checkpoints=kept)
 
     def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
-        """Put sound content into cells, and what is behind the window into memory."""
+        """Put sound content into cells of empty sequences, and remember what slid out.
+
+        Raises:
+            SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
+        """
         fitting = trimmed(content, self._window)
         for number in range(len(seq_ids)):
             held = fitting.positions[fitting.cells_of(number)]
@@ -43,7 +47,6 @@ class PortsWindows(PortsCells):
             if len(fitting.cells_of(number)):
                 at, tokens = fitting.slid[number]
                 self._room.slid[seq] = Slid.of(at + np.int32(shift), tokens)
-                self._checkpoints.cut(seq, 0)
         if shift == 0:  # rows of checkpoints stand at their positions
             for one in fitting.checkpoints:
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
