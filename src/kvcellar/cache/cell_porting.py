@@ -11,7 +11,7 @@ from kvcellar.cache.content import NO_TOKENS, CellContent, RowBytes
 from kvcellar.cache.search import find_cells
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cells import CellTable
-from kvcellar.errors import ShiftUnsupported
+from kvcellar.errors import ShiftUnsupported, SnapshotMismatch
 from kvcellar.types import Int32Array, Int64Array, pack_owners
 
 
@@ -49,7 +49,17 @@ class PortsCells:
         )
 
     def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
-        """Put sound content into free cells; whoever calls takes back what fails half way."""
+        """Put sound content into free cells; whoever calls takes back what fails half way.
+
+        Raises:
+            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
+        """
+        if any(slid.shape[1] for slid in content.slid):
+            hint = "load it into a cache whose windows slide, or decode the text again"
+            raise SnapshotMismatch("swa_full", False, True, hint)
+        self._fill(content, seq_ids, shift)
+
+    def _fill(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
         n, table = len(content.positions), self.table
         if shift and n and not self.can_shift:
             raise ShiftUnsupported(

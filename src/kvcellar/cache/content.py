@@ -75,6 +75,12 @@ class CellContent:
         cells: Int64Array = self.owners[0][self.owners[1] == seq]
         return cells[np.argsort(self.positions[cells], kind="stable")]
 
+    def text_of(self, seq: int) -> Int32Array:
+        """Positions over ids of a sequence's tokens, those that slid out first."""
+        cells = self.cells_of(seq)
+        held = np.stack((self.positions[cells], self.tokens[cells]))
+        return np.concatenate((self.slid[seq], held), axis=1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldContent:
@@ -107,8 +113,11 @@ class CacheContent:
     start: int = field(default=0)
 
     def span(self, seq: int) -> tuple[int, int]:
-        """The first and the last position of a sequence, (-1, -1) if it is empty."""
-        found = [group.positions[group.cells_of(seq)] for group in self.groups]
+        """The first and the last position of a sequence, (-1, -1) if it is empty.
+
+        What slid out counts.
+        """
+        found = [group.text_of(seq)[0] for group in self.groups]
         if self.states is not None and (held := self.states.held[seq]) is not None:
             found.append(held.positions)
         held_by = [at for at in found if len(at)]

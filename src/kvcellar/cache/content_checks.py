@@ -10,10 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.cache.content import CacheContent, CellContent, HeldContent, RowBytes, StateContent
+from kvcellar.cache.content import (
+    CacheContent,
+    CellContent,
+    HeldContent,
+    RowBytes,
+    StateContent,
+    WindowContent,
+)
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
 from kvcellar.memory import StateSpec
-from kvcellar.types import AnyArray, CacheSpec
+from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array
 
 
 def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec]) -> None:
@@ -23,6 +30,7 @@ def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec])
         SnapshotMismatch: it has another shape.
         SnapshotFileError: it contradicts itself.
     """
+    _require(0 <= content.start < MAX_POSITION, f"it begins at {content.start}")
     groups = [spec for spec in specs if isinstance(spec, CacheSpec)]
     states = [spec for spec in specs if isinstance(spec, StateSpec)]
     if len(groups) != len(content.groups):
@@ -33,27 +41,34 @@ def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec])
         _check_group(group, spec, content.n_seqs)
     if content.states is not None:
         _check_states(content.states, states[0], content.n_seqs)
+        if content.start == 0:
+            _check_shared(content.states)
     _check_agreement(content)
 
 
 def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
-    n = len(group.positions)
     _check_texts("cells", group.positions, group.tokens)
+    n = len(group.positions)
     _check_rows(group.rows, spec, n)
     _check_owners(group.owners, n, n_seqs)
     _require(len(group.slid) == n_seqs, "it does not say of each sequence what slid out")
     for slid in group.slid:
         _check_slid(slid)
     for one in group.checkpoints:
-        n = len(one.positions)
-        _require(n > 0, "a checkpoint is empty")
-        _check_texts("a checkpoint", one.positions, one.tokens)
-        _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
-        _check_rows(one.rows, spec, n)
-        _check_slid(one.slid)
-        owners = set(one.owners)
-        _require(len(owners) == len(one.owners) > 0, "the owners of a checkpoint repeat")
-        _require(owners <= set(range(n_seqs)), "a checkpoint belongs to an unknown sequence")
+        _check_window(one, spec, n_seqs)
+    ends = [(owner, int(one.positions[-1])) for one in group.checkpoints for owner in one.owners]
+    _require(len(set(ends)) == len(ends), "two checkpoints of a sequence end at one position")
+
+
+def _check_window(one: WindowContent, spec: CacheSpec, n_seqs: int) -> None:
+    _check_texts("a checkpoint", one.positions, one.tokens)
+    _require(len(one.positions) > 0, "a checkpoint is empty")
+    _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
+    _check_rows(one.rows, spec, len(one.positions))
+    _check_slid(one.slid)
+    owners = set(one.owners)
+    _require(len(owners) == len(one.owners) > 0, "the owners of a checkpoint repeat")
+    _require(owners <= set(range(n_seqs)), "a checkpoint belongs to an unknown sequence")
 
 
 def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
@@ -61,6 +76,7 @@ def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
     _require(positions.shape == tokens.shape, f"{what}: not as many tokens as positions")
     if len(positions):
         _require(int(positions.min()) >= 0, f"{what}: position {positions.min()}")
+        _require(int(positions.max()) < MAX_POSITION, f"{what}: position {positions.max()}")
         _require(int(tokens.min()) >= -1, f"{what}: token {tokens.min()}")
 
 
@@ -88,12 +104,12 @@ def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
 
 def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
     _require(owners.ndim == 2 and len(owners) == 2, "owners are not cells over sequences")
-    _require(np.issubdtype(owners.dtype, np.integer), "owners are no ints")
+    _require(owners.dtype == np.int64, "owners are no ints")
     for what, numbers, end in (("cell", owners[0], n), ("sequence", owners[1], n_seqs)):
         bad = numbers[(numbers < 0) | (numbers >= end)]
         _require(len(bad) == 0, f"an owner of {what} {bad[:1].tolist()}, of {end}")
-    pairs = np.unique(owners, axis=1).shape[1]
-    _require(pairs == owners.shape[1], "a cell has an owner twice")
+    pairs = np.unique(owners[0] * n_seqs + owners[1])
+    _require(len(pairs) == owners.shape[1], "a cell has an owner twice")
     _require(len(np.unique(owners[0])) == n, "a cell has no owner")
 
 
@@ -109,8 +125,8 @@ def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
 
 
 def _check_held(held: HeldContent, n_states: int) -> None:
-    n, ends = len(held.positions), [end for end, _ in held.checkpoints]
     _check_texts("a state", held.positions, held.tokens)
+    n, ends = len(held.positions), [end for end, _ in held.checkpoints]
     _require(n > 0, "a state has absorbed nothing")
     _require(bool((np.diff(held.positions) >= 0).all()), "positions of a state descend")
     _require(ends == sorted(set(ends)), "checkpoints of a state are in disorder")
@@ -119,20 +135,50 @@ def _check_held(held: HeldContent, n_states: int) -> None:
     _require(all(0 <= row < n_states for row in rows), "there is no such state")
 
 
+def _check_shared(content: StateContent) -> None:
+    """See that whoever refers to a state has told it the same."""
+    texts: dict[int, bytes] = {}
+    for held in content.held:
+        if held is not None:
+            for n, state in ((len(held.tokens), held.state), *held.checkpoints):
+                text = held.tokens[:n].tobytes()
+                _require(texts.setdefault(state, text) == text, "a state is of two texts")
+
+
 def _check_agreement(content: CacheContent) -> None:
     """See that all parts know sequences up to the same position, and windows nothing behind it."""
     for seq in range(content.n_seqs):
         ends = set()
         for group in content.groups:
-            at, slid = group.positions[group.cells_of(seq)], group.slid[seq][0]
-            ends.add(int(at[-1]) if len(at) else -1)
-            _require(
-                not len(slid) or (len(at) > 0 and slid[-1] <= at[0]), "what slid out is not behind"
-            )
+            ends.add(_check_text(group, seq, content.start))
         if content.states is not None:
             held = content.states.held[seq]
             ends.add(-1 if held is None else int(held.positions[-1]))
+            _require(held is None or held.positions[0] >= content.start, "it begins too early")
         _require(len(ends) < 2, f"the parts end sequence {seq} at different positions")
+
+
+def _check_text(group: CellContent, seq: int, start: int) -> int:
+    """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
+    text, n_slid = group.text_of(seq), group.slid[seq].shape[1]
+    n = text.shape[1]
+    _require(n_slid == 0 or (n_slid < n and bool(text[0][n_slid - 1] <= text[0][n_slid])), _BEHIND)
+    _require(n == 0 or int(text[0][0]) >= start, "it begins too early")
+    for one in group.checkpoints:
+        if seq in one.owners:
+            kept = np.concatenate((one.slid, np.stack((one.positions, one.tokens))), axis=1)
+            begin = text[:, text[0] <= one.positions[-1]]
+            is_same = np.array_equal(_in_order(kept), _in_order(begin))
+            _require(is_same, f"a checkpoint of sequence {seq} is of another text")
+    return int(text[0][-1]) if n else -1
+
+
+_BEHIND = "what slid out is not behind"
+
+
+def _in_order(text: Int32Array) -> Int32Array:
+    """Positions over tokens, sorted; where positions are equal, cells have no order."""
+    return text[:, np.lexsort((text[1], text[0]))]
 
 
 def _is_ints(values: AnyArray) -> bool:

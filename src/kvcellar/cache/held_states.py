@@ -98,13 +98,15 @@ class HeldStates:
     def adopt(
         self, content: StateContent, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
     ) -> None:
-        """Let sequences hold states that were written into ``rows``, by their numbers."""
+        """Let sequences hold states that were written into ``rows``, by their numbers.
+
+        A sequence for which there is none keeps what it has.
+        """
         texts: dict[object, HeldState] = {}  # those with the same text share its history
         serials = {state: self._made + i for i, state in enumerate(reversed(rows), 1)}
         self._made += len(rows)
         for number, seq in enumerate(seq_ids):
             if (held := content.held[number]) is None:
-                self.of[seq] = None
                 continue
             kept = tuple(
                 Checkpoint(n, rows[state], serials[state])

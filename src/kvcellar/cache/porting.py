@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvcellar._cellsets import clamp_range
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
@@ -16,8 +18,10 @@ from kvcellar.cache.content import CacheContent
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.parts import parts_of
 from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.slid import within
+from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import NotSupported, OptionError, PositionError
-from kvcellar.types import MAX_POSITION
+from kvcellar.types import MAX_POSITION, Int32Array
 
 
 def state_get(
@@ -41,13 +45,16 @@ def state_get(
     """
     _check_distinct(seq_ids)
     lo, hi = clamp_range(p0, p1)
+    for seq in seq_ids:
+        cache.seq_pos_max(seq)  # refuses an unknown id before anything happens
     cache.update()
     if _needs_no_cut(cache, seq_ids, hi):
         return _get(cache, seq_ids, lo, hi, checkpoints)
     with cache.transaction() as attempt:
         for seq in seq_ids:
-            end = min(hi, cache.seq_pos_max(seq) + 1)
-            if (reached := cache.rewind(seq, end)) != end:
+            end, known = min(hi, cache.seq_pos_max(seq) + 1), _positions(cache, seq)
+            reached = cache.rewind(seq, end)
+            if within(known, reached, end).any():
                 raise NotSupported(
                     f"sequence {seq} cannot be taken up to {end}: no state or window is kept "
                     f"there, the last one before it ends at {reached}"
@@ -63,7 +70,8 @@ def state_set(
     """Let sequences hold what was taken out, behind what they hold already.
 
     Cells are found wherever they are free. Where there are states or windows, a sequence has to be
-    empty. Of checkpoints as many are taken over as the budget allows, the latest first.
+    empty. Of checkpoints as many are taken over as the budget allows, the latest first; those of
+    windows only if positions stay. Sequences that are empty in the content are left alone.
 
     Args:
         cache: where to; of the same shape but for its size and the number of its sequences.
@@ -72,7 +80,8 @@ def state_set(
         shift: how far all positions move. K is rotated when the cache is updated.
 
     Raises:
-        SnapshotMismatch: it comes from a cache of another shape; the error says what differs.
+        SnapshotMismatch: it comes from a cache of another shape, or of windows that have slid and
+            this one keeps everything; the error says what differs.
         SnapshotFileError: it contradicts itself.
         CacheFull: there is no room.
         PositionError: a sequence holds something at or behind where it would begin, or a position
@@ -82,10 +91,10 @@ def state_set(
             to a sequence that is not empty.
     """
     _check_distinct(seq_ids)
-    if len(seq_ids) != content.n_seqs:
-        raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     parts = parts_of(cache)
     check_content(content, [part.store.spec for part in parts if isinstance(part, _PORTS)])
+    if len(seq_ids) != content.n_seqs:
+        raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     _check_targets(cache, content, seq_ids, shift)
     groups = iter(content.groups)
     with cache.transaction():
@@ -116,6 +125,15 @@ def is_plain(cache: Cache) -> bool:
 
 def _needs_no_cut(cache: Cache, seq_ids: Sequence[int], hi: int) -> bool:
     return is_plain(cache) or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
+
+
+def _positions(cache: Cache, seq: int) -> Int32Array:
+    """Where all tokens of a sequence stand, those that slid out included."""
+    part = parts_of(cache)[0]
+    held = part.seq_positions(seq)
+    if isinstance(part, SlidingCache):
+        return np.concatenate((part.seq_slid_positions(seq), held))
+    return held
 
 
 def _check_distinct(seq_ids: Sequence[int]) -> None:

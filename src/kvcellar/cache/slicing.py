@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvcellar._cellsets import Cells, as_cells
 from kvcellar.cache.content import CacheContent, CellContent, RowBytes
 from kvcellar.errors import NotSupported
-from kvcellar.types import Int64Array
 
 
 def between(content: CacheContent, lo: int, hi: int) -> CacheContent:
@@ -28,12 +28,10 @@ def between(content: CacheContent, lo: int, hi: int) -> CacheContent:
     return replace(content, groups=groups, start=max(content.start, lo))
 
 
-def pick(rows: RowBytes, cells: Int64Array) -> RowBytes:
-    """The rows of some of the cells; views if these are neighbours."""
-    n = len(cells)
-    if n and int(cells[-1]) - int(cells[0]) == n - 1 and bool((np.diff(cells) == 1).all()):
-        part = slice(int(cells[0]), int(cells[-1]) + 1)
-        return RowBytes(tuple(k[part] for k in rows.k), tuple(v[part] for v in rows.v))
+def pick(rows: RowBytes, cells: Cells) -> RowBytes:
+    """The rows of some of the cells; those of neighbours are views."""
+    if not isinstance(cells, slice) and len(cells):
+        cells = as_cells(cells)
     return RowBytes(tuple(k[cells] for k in rows.k), tuple(v[cells] for v in rows.v))
 
 

@@ -24,10 +24,10 @@ class PortsStates:
         rows: dict[int, int] = {}  # of each row its number among the states
         held: list[HeldContent | None] = []
         for seq in seq_ids:
-            if (mine := self.states.of[seq]) is None:
+            mine = self.states.of[seq]
+            if mine is None or (first := mine.history.n_before(lo)) == mine.history.n:
                 held.append(None)
                 continue
-            first = mine.history.n_before(lo)
             kept = mine.checkpoints if checkpoints else ()
             state = rows.setdefault(mine.row, len(rows))
             pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)

@@ -32,17 +32,21 @@ class PortsWindows(PortsCells):
         return replace(content, slid=slid, checkpoints=kept)
 
     def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
-        """Put sound content into cells, and what is behind the window into memory."""
+        """Put sound content into cells of empty sequences, and remember what slid out.
+
+        Raises:
+            SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
+        """
         fitting = trimmed(content, self._window)
         for number in range(len(seq_ids)):
             held = fitting.positions[fitting.cells_of(number)]
             if not is_whole(fitting.slid[number][0], held, self._window):
                 raise SnapshotFileError(f"a part of the window of sequence {number} is missing")
-        super().port_in(fitting, seq_ids, shift)
+        self._fill(fitting, seq_ids, shift)
         for number, seq in enumerate(seq_ids):
-            at, tokens = fitting.slid[number]
-            self._room.slid[seq] = Slid.of(at + np.int32(shift), tokens)
-            self._checkpoints.cut(seq, 0)
+            if len(fitting.cells_of(number)):
+                at, tokens = fitting.slid[number]
+                self._room.slid[seq] = Slid.of(at + np.int32(shift), tokens)
         if shift == 0:  # rows of checkpoints stand at their positions
             for one in fitting.checkpoints:
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
@@ -60,9 +64,9 @@ class PortsWindows(PortsCells):
                 owners.setdefault(one.serial, []).append(number)
         return tuple(
             WindowContent(
-                one.positions,
-                one.tokens,
-                self._by_layer(one.rows),
+                one.positions.copy(),
+                one.tokens.copy(),
+                self._by_layer([rows.copy() for rows in one.rows]),
                 _pairs(one.slid),
                 tuple(owners[serial]),
             )
@@ -70,10 +74,13 @@ class PortsWindows(PortsCells):
         )
 
     def _port_in_checkpoint(self, one: WindowContent, seqs: Sequence[int]) -> None:
+        if not is_whole(one.slid[0], one.positions, self._window):
+            raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}
-        rows = tuple(pieces[part][layer] for layer, part in self._room.parts)
+        # Copies: whoever made the content may change it, or the file that it lies in.
+        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
         slid = Slid.of(*one.slid)
-        self._checkpoints.add(seqs[0], one.positions, one.tokens, rows, slid)
+        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, slid)
         self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
 
     def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
