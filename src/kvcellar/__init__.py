@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
+    from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.sampler import SamplerOptions
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.runtime.shifting import ContextShift
+    from kvcellar.snapshot.stores.opening import open_store
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 __all__ = [
@@ -32,10 +34,12 @@ __all__ = [
     "KVType",
     "LayerSpec",
     "Model",
+    "PromptCache",
     "SamplerOptions",
     "Sequence",
     "__version__",
     "find_model",
+    "open_store",
 ]
 
 _HOME = {
@@ -48,9 +52,11 @@ _HOME = {
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",
+    "PromptCache": "kvcellar.runtime.prompt_cache",
     "SamplerOptions": "kvcellar.runtime.sampler",
     "Sequence": "kvcellar.runtime.sequence",
     "find_model": "kvcellar.runtime.demo",
+    "open_store": "kvcellar.snapshot.stores.opening",
 }
 
 

@@ -108,17 +108,17 @@ def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapsh
     """The snapshot with K and V in the types that are asked for."""
     if options.type_k is None and options.type_v is None:
         return snapshot
-    specs = [_as_type(spec, options) for spec in context.memory_spec.groups]
+    specs = [as_type(spec, options) for spec in context.memory_spec.groups]
     return converted(snapshot, specs, context.model.convert_rows)
 
 
 def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plain]:
     """The fingerprint that :func:`stored` gives a snapshot."""
-    specs = [_as_type(spec, options) for spec in context.memory_spec.groups]
+    specs = [as_type(spec, options) for spec in context.memory_spec.groups]
     return stored_as(context.fingerprint, specs)
 
 
-def _as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
+def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
     """The shape of a cache that would store rows that way."""
     other = replace(
         spec,
