@@ -1,0 +1,69 @@
+"""Whether K and V of a file are of the types that a cache has, and finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.memory import MemorySpec
+from kvcellar.snapshot.llama.layout import VERSION, PartShape
+from kvcellar.snapshot.llama.value import Block, LlamaFile, Stream
+from kvcellar.types import ByteArray, CacheSpec, KVType
+
+_EXPONENT = {
+    KVType.F32: ("<u4", 0x7F800000),
+    KVType.F16: ("<u2", 0x7C00),
+    KVType.BF16: ("<u2", 0x7F80),
+}
+_SCALE_BYTES = {KVType.Q4_1: 4, KVType.Q5_1: 4}
+"""Where a block begins with a scale and a minimum; the others have a scale of 2 bytes."""
+
+
+def check_part(
+    streams: Iterable[Stream], shape: PartShape, spec: MemorySpec, file: LlamaFile
+) -> None:
+    """See that every block of a part is what the cache has in that place.
+
+    Raises:
+        SnapshotMismatch: of another type or size, or quantised in another way.
+        SnapshotFileError: not finite.
+    """
+    for stream in streams:
+        for name, blocks in (("K", stream.k), ("V", stream.v)):
+            for block, (group, layer) in zip(blocks, shape.layers, strict=False):
+                _check_block(name, block, spec.groups[group], layer, file)
+
+
+def check_finite(what: str, kind: KVType, rows: ByteArray) -> None:
+    """See that no value, or scale of values, is NaN or infinite.
+
+    Raises:
+        SnapshotFileError: one is.
+    """
+    if kind.is_quantized:
+        size = _SCALE_BYTES.get(kind, 2)
+        rows = rows.reshape(-1, kind.block_bytes)[:, :size]
+        kind = KVType.F16
+    dtype, exponent = _EXPONENT[kind]
+    bits = np.ascontiguousarray(rows).view(dtype) & exponent
+    if bool((bits == exponent).any()):
+        raise SnapshotFileError(f"llama.cpp's file: {what} are not finite: it is damaged")
+
+
+def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, file: LlamaFile) -> None:
+    is_k, shape = name == "K", spec.layers[layer]
+    kind = spec.type_k if is_k else spec.type_v
+    width = shape.n_embd_k if is_k else shape.n_embd_v
+    if block.kind is not kind:
+        hint = f"open the context with type_{name.lower()}={block.kind.label!r}"
+        raise SnapshotMismatch(f"{name} of type", block.kind.label, kind.label, hint)
+    if block.rows.shape[1] != (row_bytes := kind.row_bytes(width)):
+        raise SnapshotMismatch(f"bytes a row of {name}", block.rows.shape[1], row_bytes)
+    is_new = file.kind == "buffer" or file.version == VERSION["2026-10"][file.kind]
+    if not is_new and (spec.hadamard_k(layer) if is_k else spec.hadamard_v(layer)):
+        hint = "files of that version do not say; compute the text anew"
+        field = f"{kind.label} {name} of version {file.version}"
+        raise SnapshotMismatch(field, "perhaps not transformed", "transformed", hint)
+    check_finite(f"{name} rows", kind, block.rows)
