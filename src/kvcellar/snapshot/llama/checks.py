@@ -30,10 +30,11 @@ def check_part(
         SnapshotMismatch: of another type or size, or quantised in another way.
         SnapshotFileError: not finite.
     """
+    alike = transforms_alike(spec, file.version)
     for stream in streams:
         for name, blocks in (("K", stream.k), ("V", stream.v)):
             for block, (group, layer) in zip(blocks, shape.layers, strict=False):
-                _check_block(name, block, spec.groups[group], layer, file)
+                _check_block(name, block, spec.groups[group], layer, alike)
 
 
 def check_finite(what: str, kind: KVType, rows: ByteArray) -> None:
@@ -52,7 +53,20 @@ def check_finite(what: str, kind: KVType, rows: ByteArray) -> None:
         raise SnapshotFileError(f"llama.cpp's file: {what} are not finite: it is damaged")
 
 
-def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, file: LlamaFile) -> None:
+def transforms_alike(spec: MemorySpec, version: int) -> bool:
+    """Whether llama.cpp stores quantised rows under the transform under which we do.
+
+    It does since 2026, but neither in latent attention nor beside both windows and states. A file
+    whose version it had before that month does not say.
+    """
+    layers = [layer for group in spec.groups for layer in group.layers]
+    has_windows = any(layer.window for layer in layers)
+    is_latent = any(layer.v_offset is not None for layer in layers)
+    is_new = version in (*VERSION["2026-10"].values(), 0)
+    return is_new and not is_latent and not (has_windows and spec.states is not None)
+
+
+def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, alike: bool) -> None:
     is_k, shape = name == "K", spec.layers[layer]
     kind = spec.type_k if is_k else spec.type_v
     width = shape.n_embd_k if is_k else shape.n_embd_v
@@ -61,9 +75,7 @@ def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, file: Lla
         raise SnapshotMismatch(f"{name} of type", block.kind.label, kind.label, hint)
     if block.rows.shape[1] != (row_bytes := kind.row_bytes(width)):
         raise SnapshotMismatch(f"bytes a row of {name}", block.rows.shape[1], row_bytes)
-    is_new = file.kind == "buffer" or file.version == VERSION["2026-10"][file.kind]
-    if not is_new and (spec.hadamard_k(layer) if is_k else spec.hadamard_v(layer)):
-        hint = "files of that version do not say; compute the text anew"
-        field = f"{kind.label} {name} of version {file.version}"
-        raise SnapshotMismatch(field, "perhaps not transformed", "transformed", hint)
+    if not alike and (spec.hadamard_k(layer) if is_k else spec.hadamard_v(layer)):
+        hint = "compute the text anew, or let llama.cpp save f16"
+        raise SnapshotMismatch(f"{kind.label} {name}", "as it is", "under a transform", hint)
     check_finite(f"{name} rows", kind, block.rows)

@@ -15,7 +15,15 @@ from kvcellar.cache.content import CacheContent, CellContent, StateContent
 from kvcellar.cache.window_porting import trimmed
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.memory import MemorySpec
-from kvcellar.snapshot.llama.layout import VERSION, Generation, Kind, PartShape, file_shape
+from kvcellar.snapshot.llama.checks import transforms_alike
+from kvcellar.snapshot.llama.layout import (
+    VERSION,
+    Generation,
+    Kind,
+    PartShape,
+    file_shape,
+    latent_first,
+)
 from kvcellar.snapshot.llama.value import (
     Block,
     FileCells,
@@ -86,16 +94,15 @@ def _check(content: CacheContent, spec: MemorySpec, target: Target) -> None:
         raise OptionError(f"{content.n_seqs} sequences: a sequence file holds one")
     if content.start > 0:
         raise OptionError(f"this begins at position {content.start}: llama.cpp has no such files")
+    alike = transforms_alike(spec, VERSION[target.generation][target.kind])
     for group in spec.groups:
         layers = range(len(group.layers))
         if target.v_trans and group.type_v.is_quantized:
             raise OptionError(f"v_trans: V of type {group.type_v.label} cannot lie across")
-        if target.generation == "2025-01" and any(
-            group.hadamard_k(i) or group.hadamard_v(i) for i in layers
-        ):
+        if not alike and any(group.hadamard_k(i) or group.hadamard_v(i) for i in layers):
             raise NotSupported(
                 f"{group.type_k.label} K and {group.type_v.label} V lie under a transform that "
-                "llama.cpp of 2025-01 did not know: write a file of 2026-10"
+                f"llama.cpp of {target.generation} did not have for this model: use f16"
             )
 
 
@@ -115,8 +122,11 @@ def _part(content: CacheContent, spec: MemorySpec, shape: PartShape, target: Tar
     cells = _cells(first.positions, first.owners, target)
     if len(cells) == 0 and target.generation == "2026-10":
         return Stream(cells)
-    k = [Block(spec.groups[n].type_k, groups[n].rows.k[i]) for n, i in shape.layers]
-    v = [Block(spec.groups[n].type_v, groups[n].rows.v[i]) for n, i in shape.layers]
+    k, v = [], []
+    for number, i in shape.layers:
+        group, rows = spec.groups[number], groups[number].rows
+        k.append(Block(group.type_k, latent_first(rows.k[i], group.type_k, group.layers[i])))
+        v.append(Block(group.type_v, rows.v[i]))
     return Stream(cells, target.v_trans, tuple(k), tuple(v) if shape.has_v else ())
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from kvcellar.errors import NotSupported
 from kvcellar.memory import MemorySpec, StateLayer
+from kvcellar.types import ByteArray, KVType, LayerSpec
 
 Kind: TypeAlias = Literal["sequence", "session", "buffer"]
 """One sequence in a file, a whole context in a file, or one sequence as its own bytes in memory."""
@@ -84,3 +87,15 @@ def _by_window(spec: MemorySpec) -> tuple[PartShape, ...]:
         for number, group in enumerate(spec.groups)
     ]
     return (PartShape(()), *shapes) if windows and windows[0] else tuple(shapes)
+
+
+def latent_last(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
+    """K rows of llama.cpp as ours are: of latent attention, it has what is rotated behind."""
+    n_bytes = kind.row_bytes(layer.v_offset or 0)
+    return np.roll(rows, n_bytes, axis=1) if n_bytes else rows
+
+
+def latent_first(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
+    """The inverse of :func:`latent_last`."""
+    n_bytes = kind.row_bytes(layer.v_offset or 0)
+    return np.roll(rows, -n_bytes, axis=1) if n_bytes else rows

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.cache.content import NO_TOKENS, CellContent, RowBytes
+from kvcellar.snapshot.llama.layout import latent_last
 from kvcellar.snapshot.llama.naming import Naming
 from kvcellar.snapshot.llama.value import Block, Stream
 from kvcellar.types import ByteArray, CacheSpec, Int32Array
@@ -41,11 +42,12 @@ class Merged:
         self, layers: Sequence[int], spec: CacheSpec, tokens: Int32Array, n_seqs: int
     ) -> CellContent:
         """These with K and V of a group, given which of the part's layers are the group's."""
-        rows = ([], [])  # type: tuple[list[ByteArray], list[ByteArray]]
+        rows: tuple[list[ByteArray], list[ByteArray]] = ([], [])
         for i, layer in zip(layers, spec.layers, strict=True):
             k = [stream.k[i] for stream in self._streams if stream.k]
             v = [stream.v[i] for stream in self._streams if stream.v]
-            rows[0].append(self._rows(k, spec.type_k.row_bytes(layer.n_embd_k)))
+            all_k = self._rows(k, spec.type_k.row_bytes(layer.n_embd_k))
+            rows[0].append(latent_last(all_k, spec.type_k, layer))
             rows[1].append(self._rows(v, spec.type_v.row_bytes(layer.n_embd_v)))
         slid = (NO_TOKENS,) * n_seqs
         return CellContent(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcellar.cache.content import CacheContent, CellContent, HeldContent, StateContent
-from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.errors import NotSupported, SnapshotFileError, SnapshotMismatch
 from kvcellar.memory import MemorySpec, StateSpec
 from kvcellar.snapshot.llama.checks import check_finite, check_part
 from kvcellar.snapshot.llama.layout import file_shape
@@ -36,9 +36,11 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
     Raises:
         SnapshotMismatch: it is of another model, of other types, or holds too little.
         SnapshotFileError: it contradicts itself, or K, V or states are not finite.
+        NotSupported: it cannot be known whether its rows are as ours.
     """
     if file.arch is not None and file.arch != arch:
         raise SnapshotMismatch("architecture", file.arch, arch)
+    _refuse_unsaid(arch, spec)
     shape = file_shape(spec, file.generation)
     for part, streams in zip(shape.parts, file.parts, strict=True):
         check_part(streams, part, spec, file)
@@ -60,6 +62,16 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
     if file.states is not None:
         states = _states(file.states, naming, texts, tokens)
     return Restored(CacheContent(n_seqs, in_order, states), naming.ids)
+
+
+def _refuse_unsaid(arch: str, spec: MemorySpec) -> None:
+    """Refuse a model whose rows depend on what no file says."""
+    ropes = [layer.rope for group in spec.groups for layer in group.layers]
+    if arch == "phi3" and any(rope is not None and rope.factors for rope in ropes):
+        raise NotSupported(
+            "this Phi-3 has two sets of RoPE factors; llama.cpp takes one of them by the size of "
+            "its context, and its files do not say which: compute the text anew"
+        )
 
 
 def _n_seq_max(spec: MemorySpec) -> int:
