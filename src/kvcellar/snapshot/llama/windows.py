@@ -37,8 +37,11 @@ def in_window(
     if all(np.array_equal(mine, text) for mine, text in zip(held, texts, strict=True)):
         return group
     if spec.size == n_ctx:
-        hint = "a cache with swa_full=False takes it if some layers have no window"
-        raise SnapshotMismatch("of layers with a window", "the last cells", "all cells", hint)
+        hint = (
+            "of layers with a window the file has the last tokens only; let them slide: "
+            "swa_full=False, a larger n_ctx or a smaller n_seq_max"
+        )
+        raise SnapshotMismatch("swa_full", False, True, hint)
     group = trimmed(group, spec.window)
     slid = []
     for seq, text in enumerate(texts):
