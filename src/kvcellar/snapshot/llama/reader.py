@@ -92,7 +92,9 @@ def _read_tokens(cursor: Cursor) -> Int32Array:
 def _read_name(cursor: Cursor) -> str:
     n = cursor.u32("the length of a name")
     cursor.require(n <= _MAX_NAME, f"a name of {n} bytes")
-    return cursor.take(n, "the name of an architecture").tobytes().decode("utf-8", "replace")
+    name = cursor.take(n, "the name of an architecture").tobytes()
+    cursor.require(name.isascii(), f"the name of an architecture is {name!r}")
+    return name.decode()
 
 
 def _read_outputs(cursor: Cursor) -> Outputs:

@@ -87,7 +87,7 @@ def _text(merged: list[Merged], file: LlamaFile, naming: Naming, seq: int) -> In
     cell = _cell_of(file.states, naming, seq)
     at = file.states.cells.positions[cell : cell + 1] if cell >= 0 else np.empty(0, np.int32)
     listed = np.arange(len(file.tokens), dtype=np.int32)
-    return listed if np.array_equal(at, listed[-1:]) else at
+    return listed if seq == 0 and np.array_equal(at, listed[-1:]) else at
 
 
 def _states(
