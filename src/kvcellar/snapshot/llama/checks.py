@@ -66,6 +66,12 @@ def transforms_alike(spec: MemorySpec, version: int) -> bool:
     return is_new and not is_latent and not (has_windows and spec.states is not None)
 
 
+def lies_otherwise(spec: CacheSpec, layer: int) -> tuple[bool, bool]:
+    """Whether K, and V, of a layer would lie otherwise where not all is transformed alike."""
+    is_latent = spec.layers[layer].v_offset is not None and spec.type_k.is_quantized
+    return spec.hadamard_k(layer) > 0 or is_latent, spec.hadamard_v(layer) > 0
+
+
 def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, alike: bool) -> None:
     is_k, shape = name == "K", spec.layers[layer]
     kind = spec.type_k if is_k else spec.type_v
@@ -75,7 +81,7 @@ def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, alike: bo
         raise SnapshotMismatch(f"{name} of type", block.kind.label, kind.label, hint)
     if block.rows.shape[1] != (row_bytes := kind.row_bytes(width)):
         raise SnapshotMismatch(f"bytes a row of {name}", block.rows.shape[1], row_bytes)
-    if not alike and (spec.hadamard_k(layer) if is_k else spec.hadamard_v(layer)):
+    if not alike and lies_otherwise(spec, layer)[0 if is_k else 1]:
         hint = "compute the text anew, or let llama.cpp save f16"
         raise SnapshotMismatch(f"{kind.label} {name}", "as it is", "under a transform", hint)
     check_finite(f"{name} rows", kind, block.rows)

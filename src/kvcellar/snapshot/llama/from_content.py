@@ -15,7 +15,7 @@ from kvcellar.cache.content import CacheContent, CellContent, StateContent
 from kvcellar.cache.window_porting import trimmed
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.memory import MemorySpec
-from kvcellar.snapshot.llama.checks import transforms_alike
+from kvcellar.snapshot.llama.checks import lies_otherwise, transforms_alike
 from kvcellar.snapshot.llama.layout import (
     VERSION,
     Generation,
@@ -99,7 +99,7 @@ def _check(content: CacheContent, spec: MemorySpec, target: Target) -> None:
         layers = range(len(group.layers))
         if target.v_trans and group.type_v.is_quantized:
             raise OptionError(f"v_trans: V of type {group.type_v.label} cannot lie across")
-        if not alike and any(group.hadamard_k(i) or group.hadamard_v(i) for i in layers):
+        if not alike and any(any(lies_otherwise(group, i)) for i in layers):
             raise NotSupported(
                 f"{group.type_k.label} K and {group.type_v.label} V lie under a transform that "
                 f"llama.cpp of {target.generation} did not have for this model: use f16"
