@@ -13,6 +13,7 @@ import pytest
 from kvcellar.cache.porting import state_get
 from kvcellar.errors import (
     CacheFull,
+    ClosedError,
     NotSupported,
     OptionError,
     SequenceIdError,
@@ -203,6 +204,20 @@ def test_a_failed_save_leaves_the_old_file(
             save_llama_file(sequence, path / "beneath")
         save_llama_file(sequence, path)
         assert path.read_bytes() != old
+
+
+def test_closed_contexts_and_sequences(shared: Path, path: Path) -> None:
+    with opened(shared, "llama-dense") as context:
+        sequence = context.sequence(text(1, 5))
+        save_llama_file(sequence, path)
+        gone = context.sequence(text(1, 5))
+        gone.close()
+        with pytest.raises(ClosedError):
+            save_llama_file(gone, path)
+        context.close()
+        for use in (load_llama_file, save_llama_file):
+            with pytest.raises(ClosedError):
+                use(context, path)
 
 
 def test_nothing_to_save(shared: Path, path: Path) -> None:
