@@ -13,7 +13,7 @@ from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.types import CacheSpec, LayerSpec
-from tests.snapshot.llama.shapes import ARCH, N_VOCAB, bytes_of, hybrid, windowed
+from tests.snapshot.llama.shapes import ARCH, LATENT, N_VOCAB, bytes_of, file_of, hybrid, windowed
 
 SPEC = MemorySpec.single(CacheSpec(8, 2, (LayerSpec(1, 2, 2),), padding=1))
 """One layer; K and V of a cell are two halves each."""
@@ -139,6 +139,21 @@ def test_an_old_file_has_all_layers_in_one_part() -> None:
     assert bytes_of(file, spec) == data
     groups = to_content(file, spec, ARCH, N_VOCAB).content.groups
     assert [[int(k[0, 0]) for k in group.rows.k] for group in groups] == [[2], [1, 3]]
+
+
+def test_of_latent_attention_what_is_rotated_stands_last() -> None:
+    """There is no V; ours begins with what is rotated."""
+    spec = MemorySpec.single(CacheSpec(8, 2, (LATENT,), padding=1))
+    row = np.array([3, 4, 5, 6, 1, 2], np.float16).tobytes()
+    data = struct.pack("<4I", 0x67677371, 3, 1, 9) + struct.pack("<5I", 1, 1, 0, 1, 0)
+    data += struct.pack("<2IiQ", 0, 1, 1, 12) + row
+    file = read_llama_file(data, spec)
+    assert bytes_of(file, spec) == data
+    content = to_content(file, spec, ARCH, N_VOCAB).content
+    rows = content.groups[0].rows
+    assert rows.k[0].view(np.float16).tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert rows.v[0].shape == (1, 0)
+    assert bytes_of(file_of(content, spec), spec) == data
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -116,6 +116,13 @@ def test_an_empty_sequence(name: str, generation: Generation) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sequence", "session"])
+def test_an_old_file_of_windows_that_have_not_slid(kind: Kind) -> None:
+    spec = SPECS["windows"]
+    content = content_of(spec, 0, [3])
+    assert_same(again(content, spec, kind, "2025-01", False), content)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "session"])
 def test_old_numbers_over_the_layout_of_today(kind: Kind) -> None:
     """llama.cpp changed what it wrote long before it changed the number."""
     spec = plain()

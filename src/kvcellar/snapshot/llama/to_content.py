@@ -6,7 +6,9 @@ and states are finite is looked at, because one NaN would reach the logits of ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,12 +16,15 @@ from kvcellar.cache.content import CacheContent, CellContent, HeldContent, State
 from kvcellar.errors import NotSupported, SnapshotFileError, SnapshotMismatch
 from kvcellar.memory import MemorySpec, StateSpec
 from kvcellar.snapshot.llama.checks import check_finite, check_part
-from kvcellar.snapshot.llama.layout import file_shape
+from kvcellar.snapshot.llama.layout import PartShape, file_shape
 from kvcellar.snapshot.llama.merging import Merged
 from kvcellar.snapshot.llama.naming import Naming, Tokens
 from kvcellar.snapshot.llama.value import FileStates, LlamaFile
 from kvcellar.snapshot.llama.windows import in_window
 from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType
+
+Texts: TypeAlias = "tuple[Int32Array, ...]"
+"""Of each sequence where its tokens stand, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +50,27 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
     for part, streams in zip(shape.parts, file.parts, strict=True):
         check_part(streams, part, spec, file)
     naming = Naming(file, _n_seq_max(spec))
-    n_seqs = len(naming.ids)
     merged = [Merged(streams, naming) for streams in file.parts]
-    texts = tuple(_text(merged, file, naming, seq) for seq in range(n_seqs))
+    texts = tuple(_text(merged, file, naming, seq) for seq in range(len(naming.ids)))
     tokens = Tokens(file.tokens, texts[0] if texts else np.empty(0, np.int32), n_vocab)
     groups: dict[int, CellContent] = {}
     for part, cells in zip(shape.parts, merged, strict=True):
-        ids = tokens.of_cells(cells.positions, cells.owners)
-        for number in dict(part.layers):
-            mine = [i for i, (group, _) in enumerate(part.layers) if group == number]
-            content = cells.content(mine, spec.groups[number], ids, n_seqs)
-            n_ctx = spec.groups[0].size
-            groups[number] = in_window(content, texts, tokens, spec.groups[number], n_ctx)
+        groups.update(_groups(part, cells, spec, texts, tokens))
     in_order = tuple(groups[number] for number in range(len(spec.groups)))
-    states = None
-    if file.states is not None:
-        states = _states(file.states, naming, texts, tokens)
-    return Restored(CacheContent(n_seqs, in_order, states), naming.ids)
+    states = None if file.states is None else _states(file.states, naming, texts, tokens)
+    return Restored(CacheContent(len(texts), in_order, states), naming.ids)
+
+
+def _groups(
+    part: PartShape, cells: Merged, spec: MemorySpec, texts: Texts, tokens: Tokens
+) -> Iterator[tuple[int, CellContent]]:
+    """The groups whose layers are in a part of a file."""
+    ids = tokens.of_cells(cells.positions, cells.owners)
+    n_ctx = spec.groups[0].size
+    for number in dict(part.layers):
+        layers = [i for i, (group, _) in enumerate(part.layers) if group == number]
+        content = cells.content(layers, spec.groups[number], ids, len(texts))
+        yield number, in_window(content, texts, tokens, spec.groups[number], n_ctx)
 
 
 def _refuse_unsaid(arch: str, spec: MemorySpec) -> None:
@@ -90,9 +99,7 @@ def _text(merged: list[Merged], file: LlamaFile, naming: Naming, seq: int) -> In
     return listed if seq == 0 and np.array_equal(at, listed[-1:]) else at
 
 
-def _states(
-    states: FileStates, naming: Naming, texts: tuple[Int32Array, ...], tokens: Tokens
-) -> StateContent:
+def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateContent:
     held: list[HeldContent | None] = []
     for seq, text in enumerate(texts):
         cell = _cell_of(states, naming, seq)

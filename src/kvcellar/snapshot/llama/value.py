@@ -75,7 +75,7 @@ class LlamaFile:
     Attributes:
         kind: what it was written as.
         generation: how it is laid out.
-        version: the number in its head; that of 2025-01 stood there until August 2026.
+        version: the number in its head; that of 2025-01 stood there longer than its layout.
         tokens: the text that the writer named, of whichever sequence it meant.
         parts: the caches of K and V, each as one or several streams.
         states: recurrent states, if the model has any.
