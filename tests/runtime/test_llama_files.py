@@ -200,7 +200,7 @@ def test_a_failed_save_leaves_the_old_file(
                 save_llama_file(sequence.append([1]), path)
         assert path.read_bytes() == old
         assert list(path.parent.iterdir()) == [path]
-        with pytest.raises(SnapshotError, match="cannot be written"):
+        with pytest.raises(SnapshotError, match="cannot write"):
             save_llama_file(sequence, path / "beneath")
         save_llama_file(sequence, path)
         assert path.read_bytes() != old

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from kvcellar.cache.porting import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError
-from kvcellar.runtime.sequence import Sequence
+from kvcellar.errors import OptionError, SnapshotFileError
+from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import Generation, Kind
+from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import Restored, to_content
 from kvcellar.snapshot.llama.value import LlamaFile
@@ -20,6 +18,16 @@ from kvcellar.snapshot.llama.writer import file_pieces
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.sequence import Sequence
+
+
+def is_llama_file(path: str | Path) -> bool:
+    """Whether a file begins as llama.cpp's state files do; False if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return int.from_bytes(file.read(4), "little") in MAGIC.values()
+    except OSError:
+        return False
 
 
 def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
@@ -39,8 +47,8 @@ def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
         data = Path(path).read_bytes()
     except OSError as error:
         raise SnapshotFileError(f"{path}: {error.strerror or error}") from error
-    with context._lock:  # noqa: SLF001  (a load takes its turn, as a decode does)
-        context._check_open()  # noqa: SLF001
+    with context.exclusive():
+        context.check_open()
         spec, model = context.memory_spec, context.model.spec
         restored = to_content(read_llama_file(data, spec), spec, model.arch, model.n_vocab)
         return _put(context, restored)
@@ -68,24 +76,26 @@ def save_llama_file(
     Raises:
         NotSupported: llama.cpp had no such files.
         OptionError: there is nothing to save, or v_trans does not suit the type of V.
-        SnapshotError: the file cannot be written.
+        SnapshotFileError: the file cannot be written.
         ClosedError: the context is closed.
     """
-    context, kind = _of(source)
-    with context._lock:  # noqa: SLF001
-        context._check_open()  # noqa: SLF001
-        texts = [source] if isinstance(source, Sequence) else source.sequences
+    context, kind, texts = _of(source)
+    with context.exclusive():
+        context.check_open()
         filled = [text for text in texts if len(text)]
         if not filled:
             raise OptionError("there is nothing to save: no sequence has tokens")
         file = _take(context, filled, kind, generation, v_trans)
-    _write(Path(path), file_pieces(file, len(context.memory_spec.places)))
+    with replacing(Path(path)) as beside, beside.open("xb") as stream:
+        stream.writelines(file_pieces(file, len(context.memory_spec.places)))
 
 
-def _of(source: Context | Sequence) -> tuple[Context, Kind]:
+def _of(source: Context | Sequence) -> tuple[Context, Kind, Iterable[Sequence]]:
+    from kvcellar.runtime.sequence import Sequence  # which imports loading, which imports this
+
     if isinstance(source, Sequence):
-        return source.context, "sequence"
-    return source, "session"
+        return source.context, "sequence", [source]
+    return source, "session", source.sequences
 
 
 def _put(context: Context, restored: Restored) -> list[Sequence]:
@@ -106,27 +116,9 @@ def _take(
 ) -> LlamaFile:
     """What sequences hold, as a file."""
     for text in texts:
-        if len(text) > context.cache.seq_count(text.seq_id):
-            _ = text.logits  # computes what waits
+        text.compute_waiting()
     seq_ids = tuple(text.seq_id for text in texts)
     content = state_get(context.cache, seq_ids, checkpoints=False)
     target = Target(kind, generation, seq_ids, v_trans)
     model = context.model.spec
     return from_content(content, context.memory_spec, model.arch, texts[0].tokens, target)
-
-
-def _write(path: Path, pieces: Iterable[bytes]) -> None:
-    """Let a file have these bytes, all or none."""
-    beside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        try:
-            with beside.open("xb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be written: {error.strerror or error}") from error
