@@ -51,8 +51,8 @@ class Lanes(Vectors):
             for half in ((0, 4, 1, 5), (2, 6, 3, 7))
         )
         return [
-            self._by_quarter(*pair, half)
-            for pair in (low, high)
+            self._by_quarter(a, b, half)
+            for a, b in (low, high)
             for half in ((0, 1, 4, 5), (2, 3, 6, 7))
         ]
 
@@ -71,16 +71,14 @@ class Lanes(Vectors):
             found = self.b.insert_element(found, self.b.load(place, typ=I32, align=2), I32(i))
         narrow, half = ir.VectorType(_SHORT, LANES), ir.VectorType(HALF, LANES)
         parts = (found, self.b.lshr(found, self.ints(16)))
-        return [
-            self.b.fpext(self.b.bitcast(self.b.trunc(p, narrow), half), FLOATS) for p in parts
-        ]
+        return [self.b.fpext(self.b.bitcast(self.b.trunc(p, narrow), half), FLOATS) for p in parts]
 
     def bytes(self, x: Value) -> Value:
         """The lowest byte of each lane."""
         return self.b.trunc(x, ir.VectorType(BYTE, LANES))
 
     def _join(self, quarters: Sequence[Value]) -> Value:
-        a, b = (self._shuffle(*quarters[i : i + 2], [*range(8)]) for i in (0, 2))
+        a, b = (self._shuffle(quarters[i], quarters[i + 1], [*range(8)]) for i in (0, 2))
         return self._shuffle(a, b, [*range(LANES)])
 
     def _by_quarter(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
