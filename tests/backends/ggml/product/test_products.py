@@ -1,0 +1,210 @@
+"""Compiled products against the same written out in NumPy, and against ggml's."""
+
+from __future__ import annotations
+
+import ctypes as c
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
+from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.ggml.kernel.jit import ENV
+from kvcellar.backends.ggml.product import products
+from kvcellar.backends.ggml.product.format import RECORD, VALUES
+from kvcellar.backends.ggml.product.products import Products, why_no_products
+from kvcellar.types import AnyArray, Float32Array, KVType
+
+REASON = why_no_products()
+compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+Operation = c.CFUNCTYPE(None, c.c_void_p, c.c_int, c.c_int, c.c_void_p)
+KINDS = (KVType.Q4_0, KVType.Q4_1, KVType.Q8_0)
+_RECORDS = np.dtype([("scale", "f4"), ("sum", "f4"), ("less", "i4"), ("values", "i1", VALUES)])
+
+
+class Bench:
+    """Random weights of a type, and products with them as so many threads one after the other."""
+
+    def __init__(self, kind: KVType, n_out: int, n_in: int, n_threads: int = 1) -> None:
+        values = np.random.default_rng(3).standard_normal((n_out, n_in)).astype(np.float32)
+        self.rows = to_rows(values, kind)
+        self.weights = from_rows(self.rows, kind).astype(np.float64)
+        self.n_threads = n_threads
+        self._weight = _tensor(self.rows)
+        self._weight.type, self._weight.ne[0] = kind.ggml_id, n_in
+        self._products = Products(n_threads)
+
+    def quantise(self, x: Float32Array) -> AnyArray:
+        """Records ``[n, n_blocks]`` of activations."""
+        records = np.full((len(x), x.shape[1] // VALUES * RECORD), 0xAA, np.uint8)
+        self._run(self._products.quantise(), records, [_tensor(x)])
+        return records.view(_RECORDS)
+
+    def multiply(self, x: Float32Array) -> Float32Array:
+        """``x @ weights.T``."""
+        out = np.full((len(x), self._weight.ne[1]), 7, np.float32)  # what is not written shows
+        records = self.quantise(x)  # lives until the product is done
+        function = self._products.multiply(self._weight, len(x))
+        self._run(function, out, [self._weight, _tensor(records.view(np.int32))])
+        return out
+
+    def _run(self, function: int, out: AnyArray, sources: list[Tensor]) -> None:
+        node = _tensor(out)
+        for i, source in enumerate(sources):
+            node.src[i] = c.addressof(source)
+        for i in range(self.n_threads):
+            Operation(function)(c.addressof(node), i, self.n_threads, self._products.task)
+
+
+def _tensor(array: AnyArray) -> Tensor:
+    tensor = Tensor()
+    tensor.data = array.ctypes.data
+    for i in range(4):
+        inside = i < array.ndim
+        tensor.ne[i] = array.shape[::-1][i] if inside else 1
+        tensor.nb[i] = array.strides[::-1][i] if inside else array.nbytes
+    return tensor
+
+
+def activations(n: int, n_in: int) -> Float32Array:
+    """Random numbers, some tokens much larger than others."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((n, n_in)) * 10.0 ** rng.integers(-3, 3, (n, 1))
+    return x.astype(np.float32)
+
+
+@compiled
+def test_records_hold_what_the_formula_says() -> None:
+    x = activations(5, 96)
+    x[2, 32:64] = 0
+    records = Bench(KVType.Q8_0, 16, 96).quantise(x)
+    values = records["values"].astype(np.int32)
+    assert np.abs(values).max() == 127
+    np.testing.assert_array_equal(records["less"], -values.sum(axis=2))
+    total = records["scale"] * values.sum(axis=2).astype(np.float32)
+    np.testing.assert_array_equal(records["sum"], total)
+    error = np.abs(values * records["scale"][..., None] - x.reshape(values.shape))
+    assert (error <= 0.5001 * records["scale"][..., None]).all()
+    assert not values[2, 1].any()
+    assert records["scale"][2, 1] == 0
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 15, 31])
+def test_equals_the_product_written_out(kind: KVType, n: int) -> None:
+    bench, x = Bench(kind, 48, 160), activations(n, 160)
+    found, size = bench.multiply(x), np.abs(x).sum(axis=1, keepdims=True)
+    records = bench.quantise(x)
+    seen = (records["values"] * records["scale"][..., None].astype(np.float64)).reshape(x.shape)
+    assert (np.abs(found - seen @ bench.weights.T) <= 1e-6 * size).all()
+    exact = x @ bench.weights.T
+    assert np.linalg.norm(found - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+@compiled
+@given(
+    kind=st.sampled_from(KINDS),
+    n=st.integers(1, 20),
+    n_tiles=st.integers(1, 5),
+    n_blocks=st.integers(1, 6),
+    n_threads=st.integers(1, 7),
+)
+@settings(max_examples=40, deadline=None)
+def test_neither_threads_nor_company_change_a_token(
+    kind: KVType, n: int, n_tiles: int, n_blocks: int, n_threads: int
+) -> None:
+    shape, x = (16 * n_tiles, VALUES * n_blocks), activations(n, VALUES * n_blocks)
+    found = Bench(kind, *shape, n_threads).multiply(x)
+    bench = Bench(kind, *shape)
+    alone = np.concatenate([bench.multiply(x[i : i + 1]) for i in range(n)])
+    np.testing.assert_array_equal(found, alone)
+
+
+@compiled
+def test_rows_of_activations_may_lie_apart() -> None:
+    x = activations(9, 256)
+    bench = Bench(KVType.Q4_1, 16, 64)
+    part = x[:, 64:128]
+    np.testing.assert_array_equal(bench.multiply(part), bench.multiply(part.copy()))
+
+
+@compiled
+def test_scratch_memory_grows_with_the_longest_row() -> None:
+    small, large = Bench(KVType.Q4_0, 32, 32), Bench(KVType.Q4_0, 32, 640, n_threads=3)
+    large._products = small._products = Products(3)
+    for bench in (small, large, small):
+        n_in = bench.weights.shape[1]
+        x = activations(12, n_in)
+        exact = x @ bench.weights.T
+        assert np.linalg.norm(bench.multiply(x) - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [1, 12])
+def test_what_is_not_finite_stays_so_and_harms_no_other_token(
+    kind: KVType, bad: float, n: int
+) -> None:
+    bench, x = Bench(kind, 16, 64), activations(n, 64)
+    clean = bench.multiply(x)
+    x[-1, 40] = bad
+    found = bench.multiply(x)
+    assert not np.isfinite(found[-1]).any()
+    np.testing.assert_array_equal(found[:-1], clean[:-1])
+
+
+@compiled
+def test_the_largest_values_do_not_overflow() -> None:
+    bench = Bench(KVType.Q8_0, 16, 4096)
+    x = np.full((1, 4096), 3e4, np.float32)
+    np.testing.assert_allclose(bench.multiply(x), x @ bench.weights.T, rtol=1e-4, atol=1)
+
+
+def _described(kind: int, *ne: int) -> Tensor:
+    tensor = Tensor()
+    tensor.type = kind
+    for i, n in enumerate([*ne, 1, 1, 1][:4]):
+        tensor.ne[i] = n
+    tensor.nb[0] = 4
+    return tensor
+
+
+def test_ggml_keeps_what_does_not_suit() -> None:
+    ours = Products(1)
+    x, q4_1 = _described(TYPE_F32, 64, 3), KVType.Q4_1.ggml_id
+    assert ours.suits(x, _described(q4_1, 64, 32))
+    assert not ours.suits(x, _described(q4_1, 64, 40))
+    assert not ours.suits(x, _described(q4_1, 64, 32, 2))
+    assert not ours.suits(x, _described(KVType.F16.ggml_id, 64, 32))
+    assert not ours.suits(_described(TYPE_F32, 64, 3, 2), _described(q4_1, 64, 32))
+    x.nb[0] = 12
+    assert not ours.suits(x, _described(q4_1, 64, 32))
+
+
+def test_it_can_be_turned_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_byte_products", lambda: False)
+    monkeypatch.setattr(products, "why_not", lambda: None)
+    assert why_no_products() == "this processor lacks AVX-512 VNNI"
+    monkeypatch.undo()
+    monkeypatch.setenv(ENV, "off")
+    assert why_no_products() == f"{ENV} turns it off"
+
+
+@compiled
+def test_compiling_happens_once_a_type_and_size(caplog: pytest.LogCaptureFixture) -> None:
+    weight = _described(KVType.Q4_0.ggml_id, 64, 32)
+    products._compile_product.cache_clear()
+    with caplog.at_level(logging.INFO, "kvcellar.kernel"):
+        first = [Products(1).multiply(weight, n) for n in (3, 9, 700)]
+        assert [Products(2).multiply(weight, n) for n in (3, 9, 700)] == first
+    assert first[1] == first[2] != first[0]
+    assert len(caplog.records) == 2
+
+
+def test_the_record_here_is_that_of_the_code() -> None:
+    assert _RECORDS.itemsize == RECORD
