@@ -77,13 +77,15 @@ def test_listed_tokens_are_as_likely_as_recorded_on_average(
 ) -> None:
     """Over all scenarios: after one of them alone llama.cpp is 0.13 from itself for Gemma."""
     plain, fork, back = (scenario(golden, name) for name in ("greedy", "fork", "rollback"))
-    errors = [assert_close(context.sequence(plain["prompt"]).logits, plain["last"])]
-    parent = context.sequence(fork["prompt"])
-    for name, token in fork["next"].items():
-        with parent.fork() as child:
-            errors.append(assert_close(child.append([token]).logits, fork["last"][name]))
-    parent.append(back["wrong_turn"]).trim(len(back["wrong_turn"])).append([back["then"]])
-    errors.append(assert_close(parent.logits, back["last"]))
+    with context.sequence(plain["prompt"]) as sequence:  # closed, so that the next begins at cell 0
+        errors = [assert_close(sequence.logits, plain["last"])]
+    with context.sequence(fork["prompt"]) as parent:
+        for name, token in fork["next"].items():
+            with parent.fork() as child:
+                errors.append(assert_close(child.append([token]).logits, fork["last"][name]))
+    with context.sequence(back["prompt"]) as sequence:
+        sequence.append(back["wrong_turn"]).trim(len(back["wrong_turn"])).append([back["then"]])
+        errors.append(assert_close(sequence.logits, back["last"]))
     assert np.concatenate(errors).mean() < 0.12
 
 

@@ -21,6 +21,7 @@ from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.base import Coupled, OnShared
+from kvcellar.cache.decoding import Decoding
 from kvcellar.cache.placement import (
     CellPart,
     CellPlacement,
@@ -39,7 +40,7 @@ from kvcellar.plan import MicroBatch, split_simple
 from kvcellar.types import CacheSpec
 
 
-class AttentionCache(Tabled):
+class AttentionCache(Tabled, Decoding):
     """Every verb of llama.cpp's cache; see :class:`kvcellar.cache.base.Cache`.
 
     Args:
@@ -65,7 +66,6 @@ class AttentionCache(Tabled):
         self.store = store
         self.on_shared = on_shared
         self.table = CellTable(spec.size, spec.n_seq_max)
-        self._open: CellPart | None = None
         self._upkeep = Upkeep(self, self.table, store, defrag_threshold)
 
     # -- questions
@@ -232,32 +232,18 @@ class AttentionCache(Tabled):
     def take(self, micros: Sequence[MicroBatch]) -> CellPart:
         """Take cells for microbatches that were checked; what is pending is applied first."""
         self.update()
-        self._open = CellPlacement(self.table, self.spec, micros, self.store.wipe)
+        taken = CellPlacement(self.table, self.spec, micros, self.store.wipe)
+        self._open = taken
         self._upkeep.wipe_freed(self.spec.padding)
-        return self._open
+        return taken
 
     # -- what transactions need to know
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-        return self._open is not None and self._open.is_open
-
-    def abandon(self) -> None:
-        """Release the cells of a batch that is being decoded."""
-        if self._open is not None:
-            self._open.release()
 
     def zero_freed(self) -> None:
         """Zero what free cells still hold."""
         self._upkeep.zero_freed()
 
     # -- steps
-
-    def _require_idle(self) -> None:
-        if self.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._open = None
 
     def _require_shift(self, verb: str, needed: bool) -> None:
         if needed and not self.can_shift:

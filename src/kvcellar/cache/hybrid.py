@@ -24,14 +24,15 @@ from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
 from kvcellar.cache.compound import CompoundJournal
+from kvcellar.cache.decoding import Decoding
 from kvcellar.cache.parts import Parts
 from kvcellar.cache.placement import CellPart, Placement, micro_batch
 from kvcellar.cache.undoable import Remember, Undoable
-from kvcellar.errors import CacheError, NotSupported
+from kvcellar.errors import NotSupported
 from kvcellar.plan import MicroBatch, split_equal, split_simple
 
 
-class HybridCache(Parts):
+class HybridCache(Parts, Decoding):
     """Several caches under one roof. Implements :class:`kvcellar.cache.base.Cache`.
 
     Args:
@@ -47,7 +48,6 @@ class HybridCache(Parts):
         self._growing = [part for part in self.groups if part.spec.size == self._primary.spec.size]
         self._asked = tuple(reversed(self.parts))  # those that can refuse come first
         self._n_choosy = sum(type(part) is not AttentionCache for part in self.parts)
-        self._open: Placement | None = None
         self._journal = CompoundJournal(self, self.parts)
 
     # -- llama.cpp's verbs
@@ -204,27 +204,11 @@ class HybridCache(Parts):
             pieces = split_simple(len(rows), n_ubatch)
         else:
             pieces = split_equal(rows.owners, n_ubatch)
-        self._open = self._take([micro_batch(rows, piece) for piece in pieces])
-        return self._open
-
-    # -- what transactions need to know
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-        return self._open is not None and self._open.is_open
-
-    def abandon(self) -> None:
-        """Release what a batch that is being decoded took."""
-        if self._open is not None:
-            self._open.release()
+        placement = self._take([micro_batch(rows, piece) for piece in pieces])
+        self._open = placement
+        return placement
 
     # -- steps
-
-    def _require_idle(self) -> None:
-        if self.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._open = None
 
     def _take(self, micros: Sequence[MicroBatch]) -> Placement:
         with ExitStack() as stack:

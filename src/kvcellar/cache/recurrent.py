@@ -27,6 +27,7 @@ from kvcellar.backends.base import StateStore
 from kvcellar.batch import Batch, Rows
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.checkpoints import CheckpointPolicy
+from kvcellar.cache.decoding import Decoding
 from kvcellar.cache.held_states import HeldStates
 from kvcellar.cache.placement import Placement, micro_batch
 from kvcellar.cache.recorded import Recorded
@@ -48,7 +49,7 @@ def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
     return 2 * n_seq_max + n_checkpoints
 
 
-class RecurrentCache(Recorded):
+class RecurrentCache(Recorded, Decoding):
     """States by llama.cpp's verbs; see :class:`kvcellar.cache.base.Cache`.
 
     Args:
@@ -67,7 +68,6 @@ class RecurrentCache(Recorded):
         self.store = store
         self.spec = CacheSpec(size, store.spec.n_seq_max, ())
         self.states = HeldStates(store.spec, policy or CheckpointPolicy())
-        self._open: StatePlacement | None = None
         self._nest: list[StateTransaction] = []
         self._watchers: list[Remember] = []
 
@@ -252,20 +252,11 @@ class RecurrentCache(Recorded):
                 self.store.write(lost, bytes_lost)
 
         states.give_up(lost.tolist())
-        self._open = StatePlacement(micros, rows, states.absorb, forget)
-        return self._open
+        taken = StatePlacement(micros, rows, states.absorb, forget)
+        self._open = taken
+        return taken
 
     # -- what transactions need to know
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-        return self._open is not None and self._open.is_open
-
-    def abandon(self) -> None:
-        """Release what a batch that is being decoded took."""
-        if self._open is not None:
-            self._open.release()
 
     def zero_unused(self) -> None:
         """Zero the rows that nobody refers to."""
@@ -275,8 +266,3 @@ class RecurrentCache(Recorded):
 
     def _checked(self, seq_id: int) -> int:
         return checked_id(seq_id, self.spec.n_seq_max)
-
-    def _require_idle(self) -> None:
-        if self.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._open = None

@@ -235,10 +235,11 @@ class SlidingCache(AttentionCache):
         """
         self._room.require(micros)
         self.update()
-        self._open = SlidingPlacement(
+        taken = SlidingPlacement(
             self._room, self.spec, micros, self._upkeep, self._keeper.committed
         )
-        return self._open
+        self._open = taken
+        return taken
 
     # -- steps
 
