@@ -1,11 +1,14 @@
 """Products of quantised weights and activations as LLVM IR: 16 rows of weights at a time.
 
-Activations become bytes first (:func:`quantise_ir`), 32 values a block, as ggml does too. A lane is
-a row of weights: four consecutive values of 16 rows meet the same four values of a token.
+Activations become two bytes each first (:func:`quantise_ir`), with a scale a block of 32 values. A
+lane is a row of weights: four consecutive values of 16 rows meet the same four values of a token,
+their high bytes and, apart from them, their low ones.
 
-1. A token's results do not depend on which tokens are computed beside it, nor on threads: sums
+1. Activations keep 15 bits, where ggml's have 7: what is lost is no more than f32 loses in a sum.
+2. A token's results do not depend on which tokens are computed beside it, nor on threads: sums
    are in one order, whatever the number of tokens.
-2. What is not finite stays so.
+3. What is not finite stays so.
+4. No byte is read outside of the rows.
 """
 
 from __future__ import annotations
@@ -17,20 +20,24 @@ from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value
-from kvcellar.backends.ggml.product.format import RECORD, VALUES, Format
-from kvcellar.backends.ggml.product.lanes import FLOATS, INTS, LANES, Lanes
+from kvcellar.backends.ggml.product.format import (
+    HIGH,
+    LANES,
+    LARGEST,
+    LOW,
+    MOST,
+    RECORD,
+    TINY,
+    VALUES,
+    Format,
+    unpacked_bytes,
+)
+from kvcellar.backends.ggml.product.lanes import FLOATS, INTS, Lanes
 
 FUNCTION = "run"
-MOST = 8
-"""Tokens that are computed at once."""
 AHEAD = 2**14
 """Bytes between the end of 16 rows and what is asked for meanwhile; measured."""
 _WORDS = VALUES // 4
-
-
-def unpacked_bytes(n_in: int) -> int:
-    """Bytes of scratch memory for 16 rows: values as bytes, scales, minimums."""
-    return n_in // VALUES * (_WORDS + 2) * 4 * LANES
 
 
 def quantise_ir(triple: str) -> str:
@@ -63,9 +70,9 @@ def _quantise(x: Lanes, come: Value, go: Value) -> None:
         return b.select(b.icmp_unsigned(">", one, other), one, other)
 
     top = b.bitcast(x.across(larger(*bits), larger), FLOATS)
-    scale = b.fmul(top, x.constant(1 / 127))
-    zero = b.fcmp_ordered("==", scale, x.constant(0.0))
-    inverse = b.select(zero, x.constant(0.0), b.fdiv(x.constant(1.0), scale))
+    scale = b.fmul(top, x.constant(1 / LARGEST))
+    tiny = b.fcmp_ordered("<", top, x.constant(TINY))
+    inverse = b.select(tiny, x.constant(0.0), b.fdiv(x.constant(LARGEST), top))
     found = [b.fptosi(x.rint(b.fmul(v, inverse)), INTS) for v in values]
     total = x.across(b.add(*found), b.add)
     first = partial(b.extract_element, idx=I32(0))
@@ -73,7 +80,9 @@ def _quantise(x: Lanes, come: Value, go: Value) -> None:
     x.store(first(b.fmul(scale, b.sitofp(total, FLOATS))), go, 4)
     x.store(first(b.sub(x.ints(0), total)), go, 8)
     for i, part in enumerate(found):
-        x.store(x.bytes(part), go, 12 + i * LANES)
+        high = b.ashr(b.add(part, x.ints(128)), x.ints(8))
+        x.store(x.bytes(high), go, HIGH + i * LANES)
+        x.store(x.bytes(part), go, LOW + i * LANES)
 
 
 def product_ir(form: Format, tokens: int, triple: str) -> str:
@@ -125,14 +134,23 @@ class _Product:
             scale, least = x.pairs(places)
         else:
             scale, least = x.halves(places), x.constant(0.0)
+        return self._values(places), scale, least
+
+    def _values(self, places: Sequence[Value]) -> list[Value]:
+        """The bytes of a block at each place, four a lane, without a sign."""
+        x, b, form = self.x, self.b, self.form
         words = []
         for i in range(0, VALUES * form.bits // 8, 16):
             words += x.turn([x.at(place, form.values_at + i) for place in places])
         if form.bits == 8:
-            return [b.xor(w, x.ints(-0x7F7F7F80)) for w in words], scale, least
+            return [b.xor(w, x.ints(-0x7F7F7F80)) for w in words]
         mask = x.ints(0x0F0F0F0F)
         low = [b.and_(w, mask) for w in words]
-        return low + [b.and_(b.lshr(w, x.ints(4)), mask) for w in words], scale, least
+        found = low + [b.and_(b.lshr(w, x.ints(4)), mask) for w in words]
+        if form.fifth_at is None:
+            return found
+        fifths = x.words([x.at(place, form.fifth_at) for place in places])
+        return [b.or_(w, x.fifths(b.lshr(fifths, x.ints(4 * i)))) for i, w in enumerate(found)]
 
     def unpack(self, weights: Value, scratch: Value) -> None:
         """All blocks into scratch memory."""
@@ -196,14 +214,25 @@ class _Product:
             x.store(value, out, b.mul(I64(t), row))
 
     def _dots(self, words: Sequence[Value], at: Sequence[Value]) -> list[Value]:
+        """For each token the sums of weights times activations, an i32 a row."""
         b, x = self.b, self.x
+        high = self._add_dots([x.ints(0)] * len(at), words, at, HIGH)
+        low = self._add_dots([self._less(place) for place in at], words, at, LOW)
+        return [b.add(b.shl(h, x.ints(8)), each) for h, each in zip(high, low, strict=True)]
+
+    def _less(self, at: Value) -> Value:
+        """What to begin with, so that weights count from their offset."""
         if self.form.has_min:
-            dots = [x.ints(0)] * len(at)
-        else:
-            less = [x.splat_int(x.scalar(I32, place, 8)) for place in at]
-            dots = [b.shl(value, x.ints(self.form.shift)) for value in less]
+            return self.x.ints(0)
+        less = self.x.splat_int(self.x.scalar(I32, at, 8))
+        return self.b.shl(less, self.x.ints(self.form.shift))
+
+    def _add_dots(
+        self, dots: list[Value], words: Sequence[Value], at: Sequence[Value], part: int
+    ) -> list[Value]:
+        x = self.x
         for j, word in enumerate(words):
-            fours = [x.splat_int(x.scalar(I32, place, 12 + 4 * j)) for place in at]
+            fours = [x.splat_int(x.scalar(I32, place, part + 4 * j)) for place in at]
             dots = [x.dot(dot, word, four) for dot, four in zip(dots, fours, strict=True)]
         return dots
 

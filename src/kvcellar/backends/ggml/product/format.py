@@ -1,7 +1,8 @@
-"""Types of weights that are read: how the 32 values of a block become bytes, and with what scale.
+"""How weights and activations lie in memory: blocks of 32 values with a scale.
 
-A block's values are unsigned bytes times a scale, plus a minimum or less an offset: ``d * q + m``
-or ``d * (q - 2**shift)``.
+A block of weights is unsigned bytes times a scale, plus a minimum or less an offset: ``d * q + m``
+or ``d * (q - 2**shift)``. A block of activations, a record, is ``d * (256 * high + low)`` with
+signed bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from typing import NamedTuple
 
 VALUES = 32
 """Values of a block."""
-RECORD = 12 + VALUES
-"""Bytes of a block of activations: scale, scale times sum, minus the sum as i32, the values."""
+HIGH, LOW = 12, 12 + VALUES
+"""Where a record's bytes begin. Before them: scale, scale times sum, minus the sum as i32."""
+RECORD = LOW + VALUES
+"""Bytes of a record."""
+LARGEST = 127 * 256
+"""The largest value of a record in units of its scale: no low byte makes the high one overflow."""
+
+TINY = 1e-33
+"""Blocks without a larger value count as 0: the inverse of their scale would overflow."""
+LANES = 16
+"""Rows of weights that are read side by side."""
+MOST = 8
+"""Tokens that are computed at once."""
 
 
 class Format(NamedTuple):
@@ -25,13 +37,21 @@ class Format(NamedTuple):
     bits: int  # 8: signed values, a byte each; 4: the low halves of 16 bytes, then the high ones
     has_min: bool  # an f16 minimum follows the scale
     shift: int  # without a minimum, 2**shift is taken from each value
+    fifth_at: int | None = None  # where 32 bits lie that are worth 16, one a value
 
 
 FORMATS: Mapping[int, Format] = MappingProxyType(
     {
         2: Format("q4_0", 18, 2, 4, has_min=False, shift=3),
         3: Format("q4_1", 20, 4, 4, has_min=True, shift=0),
+        6: Format("q5_0", 22, 6, 4, has_min=False, shift=4, fifth_at=2),
+        7: Format("q5_1", 24, 8, 4, has_min=True, shift=0, fifth_at=4),
         8: Format("q8_0", 34, 2, 8, has_min=False, shift=7),
     }
 )
 """By ggml's number of the type."""
+
+
+def unpacked_bytes(n_in: int) -> int:
+    """Bytes of scratch memory for :data:`LANES` rows: values as bytes, scales, minimums."""
+    return n_in // VALUES * (VALUES + 4 + 4) * LANES

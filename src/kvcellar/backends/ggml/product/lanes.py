@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from kvcellar.backends.ggml.kernel.vectors import BYTE, F32, HALF, I32, Value, Vectors
+from kvcellar.backends.ggml.product.format import LANES
 
-LANES = 16
 INTS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(F32, LANES)
 _QUARTER = ir.VectorType(I32, 4)
 _SHORT = ir.IntType(16)
 _DOT = "llvm.x86.avx512.vpdpbusd.512"
+_LOOK_UP = "llvm.x86.avx512.permvar.si.512"
+_FIFTHS = [sum((i >> bit & 1) << 8 * bit + 4 for bit in range(4)) for i in range(LANES)]
 
 
 class Lanes(Vectors):
@@ -37,10 +39,12 @@ class Lanes(Vectors):
 
     def dot(self, sums: Value, unsigned: Value, signed: Value) -> Value:
         """To each sum add the products of the four bytes of its lane."""
-        kind = ir.FunctionType(INTS, [INTS] * 3)
-        module = self.b.module
-        function = module.globals.get(_DOT) or ir.Function(module, kind, _DOT)
-        return self.b.call(function, [sums, unsigned, signed])
+        return self._on_ints(_DOT, sums, unsigned, signed)
+
+    def fifths(self, bits: Value) -> Value:
+        """Of the four lowest bits of each lane, each as the fifth of a byte."""
+        table = ir.Constant(INTS, [I32(value) for value in _FIFTHS])
+        return self._on_ints(_LOOK_UP, table, bits)
 
     def turn(self, places: Sequence[Value]) -> list[Value]:
         """Four integers at each of 16 places as four vectors, a lane a place."""
@@ -64,11 +68,16 @@ class Lanes(Vectors):
             found = self.b.insert_element(found, self.b.load(place, typ=_SHORT, align=2), I32(i))
         return self.b.fpext(self.b.bitcast(found, ir.VectorType(HALF, LANES)), FLOATS)
 
-    def pairs(self, places: Sequence[Value]) -> list[Value]:
-        """Two f16 beside each other at each of 16 places, widened: the first, the second."""
+    def words(self, places: Sequence[Value]) -> Value:
+        """The integer at each of 16 places."""
         found = ir.Constant(INTS, ir.Undefined)
         for i, place in enumerate(places):
             found = self.b.insert_element(found, self.b.load(place, typ=I32, align=2), I32(i))
+        return found
+
+    def pairs(self, places: Sequence[Value]) -> list[Value]:
+        """Two f16 beside each other at each of 16 places, widened: the first, the second."""
+        found = self.words(places)
         narrow, half = ir.VectorType(_SHORT, LANES), ir.VectorType(HALF, LANES)
         parts = (found, self.b.lshr(found, self.ints(16)))
         return [self.b.fpext(self.b.bitcast(self.b.trunc(p, narrow), half), FLOATS) for p in parts]
@@ -76,6 +85,11 @@ class Lanes(Vectors):
     def bytes(self, x: Value) -> Value:
         """The lowest byte of each lane."""
         return self.b.trunc(x, ir.VectorType(BYTE, LANES))
+
+    def _on_ints(self, name: str, *args: Value) -> Value:
+        module, kind = self.b.module, ir.FunctionType(INTS, [INTS] * len(args))
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        return self.b.call(function, args)
 
     def _join(self, quarters: Sequence[Value]) -> Value:
         a, b = (self._shuffle(quarters[i], quarters[i + 1], [*range(8)]) for i in (0, 2))

@@ -13,15 +13,7 @@ import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.kernel.jit import Compiled, compile_ir, has_byte_products, why_not
-from kvcellar.backends.ggml.product.code import (
-    FUNCTION,
-    MOST,
-    product_ir,
-    quantise_ir,
-    unpacked_bytes,
-)
-from kvcellar.backends.ggml.product.format import FORMATS, VALUES
-from kvcellar.backends.ggml.product.lanes import LANES
+from kvcellar.backends.ggml.product.format import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 
 _LINE = 64  # bytes that memory is read in
 
@@ -80,11 +72,15 @@ class Products:
 
 @cache  # graphs keep addresses
 def _compile_quantise() -> Compiled:
+    from kvcellar.backends.ggml.product.code import FUNCTION, quantise_ir
+
     return compile_ir("quantised activations", quantise_ir, FUNCTION)
 
 
 @cache  # graphs keep addresses
 def _compile_product(kind: int, tokens: int) -> Compiled:
+    from kvcellar.backends.ggml.product.code import FUNCTION, product_ir
+
     form = FORMATS[kind]
     title = f"products of {form.name}, {tokens or 'many'} tokens"
     return compile_ir(title, lambda triple: product_ir(form, tokens, triple), FUNCTION)
