@@ -72,14 +72,16 @@ class Products:
 
 @cache  # graphs keep addresses
 def _compile_quantise() -> Compiled:
-    from kvcellar.backends.ggml.product.code import FUNCTION, quantise_ir
+    from kvcellar.backends.ggml.product.call import FUNCTION
+    from kvcellar.backends.ggml.product.records import quantise_ir
 
     return compile_ir("quantised activations", quantise_ir, FUNCTION)
 
 
 @cache  # graphs keep addresses
 def _compile_product(kind: int, tokens: int) -> Compiled:
-    from kvcellar.backends.ggml.product.code import FUNCTION, product_ir
+    from kvcellar.backends.ggml.product.call import FUNCTION
+    from kvcellar.backends.ggml.product.code import product_ir
 
     form = FORMATS[kind]
     title = f"products of {form.name}, {tokens or 'many'} tokens"
