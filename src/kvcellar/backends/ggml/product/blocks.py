@@ -6,7 +6,7 @@ one for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -29,40 +29,59 @@ class Block(NamedTuple):
     other: Value
 
 
-Reader = Callable[[Lanes, Format, Sequence[Value], Value], Block]
-"""From where the rows' (super)blocks lie, and which block of them is wanted, an i64."""
+Reader = Callable[[Lanes, Format, Sequence[Value], Value], Iterator[Block]]
+"""From where the rows' (super)blocks lie, and which blocks of them are wanted, an i64."""
 
 
-def read_block(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Block:
-    """A block as it lies in the file."""
+def read_blocks(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Iterator[Block]:
+    """As many blocks as are read together, as they lie in the file."""
     return _READERS.get(form.name, _plain)(x, form, places, which)
 
 
-def _plain(x: Lanes, form: Format, places: Sequence[Value], _: Value) -> Block:
+def _plain(x: Lanes, form: Format, places: Sequence[Value], _: Value) -> Iterator[Block]:
     scale, least = x.pairs(places) if form.has_min else (x.halves(places), x.constant(0.0))
     words = _sixteens(x, places, form.values_at, VALUES * form.bits // 8)
     if form.bits == 8:
-        return Block([x.b.xor(w, x.ints(-0x7F7F7F80)) for w in words], scale, least)
+        yield Block([x.b.xor(w, x.ints(-0x7F7F7F80)) for w in words], scale, least)
+        return
     found = [x.part(w, shift, 0x0F) for shift in (0, 4) for w in words]
     if form.fifth_at is not None:
         bits = x.words(_further(x, places, form.fifth_at))
         fifths = (x.fifths(x.b.lshr(bits, x.ints(4 * i))) for i in range(len(found)))
         found = [x.b.or_(*each) for each in zip(found, fifths, strict=True)]
-    return Block(found, scale, least)
+    yield Block(found, scale, least)
 
 
-def _k_scales(x: Lanes, places: Sequence[Value], which: Value) -> tuple[Value, Value]:
+def _q4_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
+    """Four blocks: the low halves of 32 bytes are one, the high ones the next."""
+    b, kind = x.b, half.type
+    chunks = _further(x, places, b.mul(half, kind(64)))
+    head = x.turn(places)
+    fifths: list[Value] = []
+    if form.fifth_at is not None:
+        by = x.splat_int(b.trunc(b.mul(half, kind(4)), I32))
+        fifths = [b.lshr(w, by) for w in _sixteens(x, places, form.fifth_at, VALUES)]
+    words: list[Value] = []
+    for i in range(4):
+        if i % 2 == 0:
+            words = _sixteens(x, chunks, form.values_at + VALUES * (i // 2), VALUES)
+        found = [x.part(w, 4 * (i % 2), 0x0F) for w in words]
+        if fifths:
+            upper = (b.shl(x.part(w, i, 1), x.ints(4)) for w in fifths)
+            found = [b.or_(*each) for each in zip(found, upper, strict=True)]
+        yield Block(found, *_k_scales(x, head, half, i))
+
+
+def _k_scales(x: Lanes, head: Sequence[Value], half: Value, i: int) -> tuple[Value, Value]:
     """Scale and minimum of q4_K and q5_K: 6 bits each, the upper ones of the last four apart."""
     b = x.b
-    both, *packed = x.turn(places)
-    step = b.and_(which, which.type(3))
-    by = x.splat_int(b.trunc(b.mul(step, step.type(8)), I32))
-    scales, minimums, mixed = (b.and_(b.lshr(p, by), x.ints(0xFF)) for p in packed)
+    both, *packed = head
+    scales, minimums, mixed = (b.and_(b.lshr(p, x.ints(8 * i)), x.ints(0xFF)) for p in packed)
 
     def upper(value: Value) -> Value:
         return b.shl(b.lshr(value, x.ints(6)), x.ints(4))
 
-    late = b.icmp_signed(">=", which, which.type(4))
+    late = b.icmp_signed("!=", half, half.type(0))
     late_scale = b.or_(b.and_(mixed, x.ints(0x0F)), upper(scales))
     late_min = b.or_(b.lshr(mixed, x.ints(4)), upper(minimums))
     scale = b.select(late, late_scale, b.and_(scales, x.ints(63)))
@@ -72,35 +91,22 @@ def _k_scales(x: Lanes, places: Sequence[Value], which: Value) -> tuple[Value, V
     return b.fmul(d, b.sitofp(scale, FLOATS)), minus
 
 
-def _q4_k(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Block:
-    """The low halves of 32 bytes are one block, the high ones the next."""
-    b = x.b
-    start = b.mul(b.ashr(which, which.type(1)), which.type(VALUES))
-    words = _sixteens(x, _further(x, places, start), form.values_at, VALUES)
-    shift = b.mul(b.and_(which, which.type(1)), which.type(4))
-    found = [x.part(w, shift, 0x0F) for w in words]
-    if form.fifth_at is not None:
-        bits = _sixteens(x, places, form.fifth_at, VALUES)
-        fifths = (b.shl(x.part(w, which, 1), x.ints(4)) for w in bits)
-        found = [b.or_(*each) for each in zip(found, fifths, strict=True)]
-    return Block(found, *_k_scales(x, places, which))
-
-
-def _q6_k(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Block:
+def _q6_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
     """Four blocks have their lower bits in halves of 64 bytes, the upper ones in pairs of 32."""
-    b, kind = x.b, which.type
-    half, fourth = b.ashr(which, kind(2)), b.and_(which, kind(3))
-    odd = b.and_(fourth, kind(1))
-    start = b.add(b.mul(half, kind(64)), b.mul(odd, kind(VALUES)))
-    low = _sixteens(x, _further(x, places, start), 0, VALUES)
+    b, kind = x.b, half.type
+    low = _sixteens(x, _further(x, places, b.mul(half, kind(64))), 0, 2 * VALUES)
     high = _sixteens(x, _further(x, places, b.mul(half, kind(VALUES))), 128, VALUES)
-    shift = b.mul(b.ashr(fourth, kind(1)), kind(4))
-    low = [x.part(w, shift, 0x0F) for w in low]
-    high = [b.shl(x.part(w, b.mul(fourth, kind(2)), 3), x.ints(4)) for w in high]
-    words = [b.or_(*each) for each in zip(low, high, strict=True)]
     d = x.halves(_further(x, places, form.scale_at))
-    scales = x.two_bytes(_further(x, _further(x, places, 192), b.mul(which, kind(2))))
-    return Block(words, *(b.fmul(d, scale) for scale in scales))
+    eight = _further(x, places, b.mul(half, kind(8)))
+    scales = [x.words(_further(x, eight, start)) for start in (192, 196)]
+    for i in range(4):
+        odd = len(high) * (i % 2)
+        lower = [x.part(w, 4 * (i // 2), 0x0F) for w in low[odd : odd + len(high)]]
+        upper = (b.shl(x.part(w, 2 * i, 3), x.ints(4)) for w in high)
+        words = [b.or_(*each) for each in zip(lower, upper, strict=True)]
+        first = 2 * (i % 2)
+        own = [x.signed_byte(scales[i // 2], first + j) for j in range(2)]
+        yield Block(words, *(b.fmul(d, scale) for scale in own))
 
 
 def _further(x: Lanes, places: Sequence[Value], offset: Value | int) -> list[Value]:

@@ -13,11 +13,11 @@ their high bytes and, apart from them, their low ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value
-from kvcellar.backends.ggml.product.blocks import Block, read_block
+from kvcellar.backends.ggml.product.blocks import Block, read_blocks
 from kvcellar.backends.ggml.product.call import Call, Operand, begin
 from kvcellar.backends.ggml.product.format import (
     HIGH,
@@ -65,44 +65,51 @@ def product_ir(form: Format, tokens: int, triple: str) -> str:
     return str(function.module)
 
 
+Blocks = Callable[[Value], Iterator[Block]]
+"""From the number of a group of blocks."""
+
+
 class _Product:
     def __init__(self, x: Lanes, form: Format, n_blocks: Value, row: Value, token: Value) -> None:
         self.x, self.b, self.form, self.n_blocks, self.token = x, x.b, form, n_blocks, token
         self.ahead = self.b.add(self.b.mul(I64(LANES), row), I64(AHEAD))
         self.starts = [self.b.mul(I64(i), row) for i in range(LANES)]
 
-    def read(self, weights: Value, k: Value) -> Block:
-        """A block of 16 rows as it lies in the file."""
+    def read(self, weights: Value, k: Value) -> Iterator[Block]:
+        """Blocks of 16 rows as they lie in the file, as many as are read together."""
         x, b, form = self.x, self.b, self.form
-        n_bytes = LANES * form.block_bytes // form.n_blocks
+        n_groups = form.n_blocks // form.together
+        n_bytes = LANES * form.block_bytes // n_groups
         x.prefetch(x.at(x.at(weights, self.ahead), b.mul(k, I64(n_bytes))), n_bytes)
-        base = x.at(weights, b.mul(b.sdiv(k, I64(form.n_blocks)), I64(form.block_bytes)))
+        base = x.at(weights, b.mul(b.sdiv(k, I64(n_groups)), I64(form.block_bytes)))
         places = [x.at(base, start) for start in self.starts]
-        return read_block(x, form, places, b.srem(k, I64(form.n_blocks)))
+        return read_blocks(x, form, places, b.srem(k, I64(n_groups)))
 
     def unpack(self, weights: Value, scratch: Value) -> None:
         """All blocks into scratch memory."""
+        together = self.form.together
 
-        def block(k: Value, _: list[Value]) -> list[Value]:
-            at = self._place(scratch, k)
-            words, scale, other = self.read(weights, k)
-            for i, value in enumerate([*words, scale, other]):
-                self.x.store(value, at, 4 * LANES * i)
+        def group(k: Value, _: list[Value]) -> list[Value]:
+            at = self._place(scratch, self.b.mul(k, I64(together)))
+            for i, (words, scale, other) in enumerate(self.read(weights, k)):
+                start = self.x.at(at, i * unpacked_bytes(VALUES))
+                for j, value in enumerate([*words, scale, other]):
+                    self.x.store(value, start, 4 * LANES * j)
             return []
 
-        self.x.loop(self.n_blocks, [], block)
+        self.x.loop(self.b.sdiv(self.n_blocks, I64(together)), [], group)
 
     def _place(self, scratch: Value, k: Value) -> Value:
         return self.x.at(scratch, self.b.mul(k, I64(unpacked_bytes(VALUES))))
 
-    def _stored(self, scratch: Value, k: Value) -> Block:
+    def _stored(self, scratch: Value, k: Value) -> Iterator[Block]:
         at, x = self._place(scratch, k), self.x
         words = [x.load_ints(at, 4 * LANES * i) for i in range(_WORDS)]
-        return Block(words, *(x.load(at, 4 * LANES * (_WORDS + i)) for i in range(2)))
+        yield Block(words, *(x.load(at, 4 * LANES * (_WORDS + i)) for i in range(2)))
 
     def directly(self, weights: Value, records: Value, out: Value, row: Value, n: int) -> None:
         """Few tokens, without scratch memory."""
-        self._tokens(partial(self.read, weights), records, out, row, n)
+        self._tokens(partial(self.read, weights), self.form.together, records, out, row, n)
 
     def many(self, scratch: Value, records: Operand, out: Value, row: Value) -> None:
         """Any number of tokens: as many eights as there are, then four, two and one."""
@@ -111,7 +118,7 @@ class _Product:
 
         def group(first: Value, n_tokens: int) -> None:
             at = x.at(records.data, b.mul(first, self.token))
-            self._tokens(block, at, x.at(out, b.mul(first, row)), row, n_tokens)
+            self._tokens(block, 1, at, x.at(out, b.mul(first, row)), row, n_tokens)
 
         def eight(i: Value, _: list[Value]) -> list[Value]:
             group(b.mul(i, I64(MOST)), MOST)
@@ -127,24 +134,31 @@ class _Product:
             size //= 2
 
     def _tokens(
-        self, block: Callable[[Value], Block], records: Value, out: Value, row: Value, n: int
+        self, read: Blocks, together: int, records: Value, out: Value, row: Value, n: int
     ) -> None:
         b, x = self.b, self.x
         starts = [x.at(records, b.mul(I64(t), self.token)) for t in range(n)]
 
         def add(k: Value, sums: list[Value]) -> list[Value]:
-            read = block(k)
-            at = [x.at(start, b.mul(k, I64(RECORD))) for start in starts]
-            for words, scale, less, first in self._parts(read):
-                dots = self._dots(words, at, less, first)
-                sums = [self._scaled(*each, scale) for each in zip(sums, dots, at, strict=True)]
-            if not self.form.has_min:
-                return sums
-            shares = [x.splat(x.scalar(F32, place, 4)) for place in at]
-            return [x.fma(read.other, *each) for each in zip(shares, sums, strict=True)]
+            for i, block in enumerate(read(k)):
+                first = b.add(b.mul(k, I64(together * RECORD)), I64(i * RECORD))
+                sums = self._added(sums, block, [x.at(start, first) for start in starts])
+            return sums
 
-        for t, value in enumerate(x.loop(self.n_blocks, [x.constant(0.0)] * n, add)):
+        n_groups = b.sdiv(self.n_blocks, I64(together))
+        for t, value in enumerate(x.loop(n_groups, [x.constant(0.0)] * n, add)):
             x.store(value, out, b.mul(I64(t), row))
+
+    def _added(self, sums: list[Value], block: Block, at: Sequence[Value]) -> list[Value]:
+        """The tokens' sums with what a block adds."""
+        x = self.x
+        for words, scale, less, first in self._parts(block):
+            dots = self._dots(words, at, less, first)
+            sums = [self._scaled(*each, scale) for each in zip(sums, dots, at, strict=True)]
+        if not self.form.has_min:
+            return sums
+        shares = [x.splat(x.scalar(F32, place, 4)) for place in at]
+        return [x.fma(block.other, *each) for each in zip(shares, sums, strict=True)]
 
     def _parts(self, block: Block) -> list[tuple[list[Value], Value, int, int]]:
         """What has one scale: values, the scale, where its sum is, and which word is the first."""

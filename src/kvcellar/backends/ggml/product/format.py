@@ -42,6 +42,7 @@ class Format(NamedTuple):
     shift: int  # without a minimum, 2**shift is taken from each value
     fifth_at: int | None = None  # where bits lie that are worth 16, one a value
     n_blocks: int = 1  # blocks of a superblock
+    together: int = 1  # how many of them are read together
     scale_at: int = 0
     halved: bool = False  # each half of a block has a scale
 
@@ -53,10 +54,19 @@ FORMATS: Mapping[int, Format] = MappingProxyType(
         6: Format("q5_0", 22, 6, 4, has_min=False, shift=4, fifth_at=2),
         7: Format("q5_1", 24, 8, 4, has_min=True, shift=0, fifth_at=4),
         8: Format("q8_0", 34, 2, 8, has_min=False, shift=7),
-        12: Format("q4_K", 144, 16, 4, has_min=True, shift=0, n_blocks=8),
-        13: Format("q5_K", 176, 48, 4, has_min=True, shift=0, fifth_at=16, n_blocks=8),
+        12: Format("q4_K", 144, 16, 4, has_min=True, shift=0, n_blocks=8, together=4),
+        13: Format("q5_K", 176, 48, 4, has_min=True, shift=0, fifth_at=16, n_blocks=8, together=4),
         14: Format(
-            "q6_K", 210, 0, 4, has_min=False, shift=5, n_blocks=8, scale_at=208, halved=True
+            "q6_K",
+            210,
+            0,
+            4,
+            has_min=False,
+            shift=5,
+            n_blocks=8,
+            together=4,
+            scale_at=208,
+            halved=True,
         ),
     }
 )

@@ -60,30 +60,21 @@ class Lanes(Vectors):
             for half in ((0, 1, 4, 5), (2, 3, 6, 7))
         ]
 
-    def part(self, x: Value, shift: Value | int, mask: int) -> Value:
+    def part(self, x: Value, shift: int, mask: int) -> Value:
         """Bits of each byte: those under the mask, after a shift to the right."""
-        if isinstance(shift, int):
-            by = self.ints(shift)
-        else:
-            by = self.splat_int(self.b.trunc(shift, I32))
-        return self.b.and_(self.b.lshr(x, by), self.ints(mask * 0x01010101))
+        return self.b.and_(self.b.lshr(x, self.ints(shift)), self.ints(mask * 0x01010101))
+
+    def signed_byte(self, x: Value, which: int) -> Value:
+        """A byte of each lane as a float."""
+        first = self.b.shl(x, self.ints(24 - 8 * which))
+        return self.b.sitofp(self.b.ashr(first, self.ints(24)), FLOATS)
 
     def halves(self, places: Sequence[Value]) -> Value:
         """The f16 at each of 16 places, widened."""
-        found = self.b.bitcast(self._shorts(places), ir.VectorType(HALF, LANES))
-        return self.b.fpext(found, FLOATS)
-
-    def two_bytes(self, places: Sequence[Value]) -> list[Value]:
-        """Two signed bytes beside each other at each of 16 places, as floats."""
-        both, b = self.b.sext(self._shorts(places), INTS), self.b
-        first = b.ashr(b.shl(both, self.ints(24)), self.ints(24))
-        return [b.sitofp(each, FLOATS) for each in (first, b.ashr(both, self.ints(8)))]
-
-    def _shorts(self, places: Sequence[Value]) -> Value:
         found = ir.Constant(ir.VectorType(_SHORT, LANES), ir.Undefined)
         for i, place in enumerate(places):
             found = self.b.insert_element(found, self.b.load(place, typ=_SHORT, align=2), I32(i))
-        return found
+        return self.b.fpext(self.b.bitcast(found, ir.VectorType(HALF, LANES)), FLOATS)
 
     def words(self, places: Sequence[Value]) -> Value:
         """The integer at each of 16 places."""
