@@ -97,8 +97,8 @@ def _q6_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Itera
     low = _sixteens(x, _further(x, places, b.mul(half, kind(64))), 0, 2 * VALUES)
     high = _sixteens(x, _further(x, places, b.mul(half, kind(VALUES))), 128, VALUES)
     d = x.halves(_further(x, places, form.scale_at))
-    eight = _further(x, places, b.mul(half, kind(8)))
-    scales = [x.words(_further(x, eight, start)) for start in (192, 196)]
+    eighths, late = x.turn(_further(x, places, 192)), b.icmp_signed("!=", half, kind(0))
+    scales = [b.select(late, *each) for each in zip(eighths[2:], eighths[:2], strict=True)]
     for i in range(4):
         odd = len(high) * (i % 2)
         lower = [x.part(w, 4 * (i // 2), 0x0F) for w in low[odd : odd + len(high)]]
