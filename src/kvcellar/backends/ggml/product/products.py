@@ -35,6 +35,7 @@ class Products:
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
         self._task = Task()
+        self._kept: dict[int, Compiled] = {}  # by address; graphs have nothing but addresses
         self._reserve(VALUES)
 
     def suits(self, x: Tensor, weight: Tensor) -> bool:
@@ -49,17 +50,21 @@ class Products:
 
     def quantise(self) -> int:
         """The address of what makes records of activations."""
-        return _compile_quantise().address
+        return self._keep(_compile_quantise())
 
     def multiply(self, weight: Tensor, n_tokens: int) -> int:
         """The address of the product of such weights with the records of so many tokens."""
         self._reserve(weight.ne[0])
-        return _compile_product(weight.type, n_tokens if n_tokens <= MOST else 0).address
+        return self._keep(_compile_product(weight.type, n_tokens if n_tokens <= MOST else 0))
 
     @property
     def task(self) -> int:
         """The address of the user data of products."""
         return c.addressof(self._task)
+
+    def _keep(self, made: Compiled) -> int:
+        """Have it live as long as this, whatever happens to what the cache holds."""
+        return self._kept.setdefault(made.address, made).address
 
     def _reserve(self, n_in: int) -> None:
         """Scratch memory for rows of so many values."""
@@ -70,7 +75,7 @@ class Products:
             self._task.thread_bytes = n_bytes
 
 
-@cache  # graphs keep addresses
+@cache
 def _compile_quantise() -> Compiled:
     from kvcellar.backends.ggml.product.call import FUNCTION
     from kvcellar.backends.ggml.product.records import quantise_ir
@@ -78,7 +83,7 @@ def _compile_quantise() -> Compiled:
     return compile_ir("quantised activations", quantise_ir, FUNCTION)
 
 
-@cache  # graphs keep addresses
+@cache
 def _compile_product(kind: int, tokens: int) -> Compiled:
     from kvcellar.backends.ggml.product.call import FUNCTION
     from kvcellar.backends.ggml.product.code import product_ir
