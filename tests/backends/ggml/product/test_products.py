@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.kernel.jit import ENV
 from kvcellar.backends.ggml.product import products
-from kvcellar.backends.ggml.product.format import FORMATS, LARGEST, RECORD, TINY, VALUES, Format
+from kvcellar.backends.ggml.product.format import FORMATS, LARGEST, RECORD, TINY, VALUES
 from kvcellar.backends.ggml.product.products import Products, why_no_products
 from kvcellar.types import AnyArray, Float32Array, KVType
+from tests.backends.ggml.product.weights import random_rows
 
 REASON = why_no_products()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -79,17 +80,6 @@ class Bench:
             node.src[i] = c.addressof(source)
         for i in range(self.n_threads):
             Operation(function)(c.addressof(node), i, self.n_threads, self._products.task)
-
-
-def random_rows(form: Format, n_out: int, n_blocks: int) -> AnyArray:
-    """Any bytes, but for scales and minimums, which are numbers."""
-    rng = np.random.default_rng(3)
-    rows = rng.integers(0, 256, (n_out, n_blocks, form.block_bytes), np.uint8)
-    halves = rng.uniform(0.1, 1.0, (n_out, n_blocks, 1 + form.has_min)).astype(np.float16)
-    if form.has_min and form.n_blocks == 1:
-        halves[..., 1] *= -8
-    rows[..., form.scale_at : form.scale_at + 2 * halves.shape[-1]] = halves.view(np.uint8)
-    return rows.reshape(n_out, -1)
 
 
 def _tensor(array: AnyArray) -> Tensor:
