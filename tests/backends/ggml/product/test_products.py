@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
-from kvcellar.backends.ggml.kernel.jit import ENV
+from kvcellar.backends.ggml.kernel.jit import ENV, has_byte_products
 from kvcellar.backends.ggml.product import products
 from kvcellar.backends.ggml.product.format import FORMATS, LARGEST, RECORD, TINY, VALUES
 from kvcellar.backends.ggml.product.products import Products, why_no_products
@@ -270,6 +270,32 @@ def test_it_can_be_turned_off_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     monkeypatch.setenv(ENV, "off")
     assert why_no_products() == f"{ENV} turns it off"
+
+
+@compiled
+@pytest.mark.parametrize("lacking", ["avx512f", "avx512vl", "avx512bw", "avx512vnni"])
+def test_processors_that_lack_something_are_told_by_their_features(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    llvm = pytest.importorskip("llvmlite.binding")
+    has = {**llvm.get_host_cpu_features(), lacking: False}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: has)
+    has_byte_products.cache_clear()
+    try:
+        assert why_no_products() == "this processor lacks AVX-512 VNNI"
+    finally:
+        has_byte_products.cache_clear()
+
+
+@compiled
+def test_code_lives_as_long_as_what_uses_it() -> None:
+    """Two threads may compile the same at once; only one result stays in the cache."""
+    weight, ours = _described(KVType.Q4_0.ggml_id, 64, 32), Products(1)
+    address = ours.multiply(weight, 3)
+    products._compile_product.cache_clear()
+    other = Products(1).multiply(weight, 3)
+    assert other != address
+    assert ours._kept[address].engine.get_function_address("run") == address
 
 
 @compiled
