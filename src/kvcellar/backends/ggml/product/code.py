@@ -4,7 +4,7 @@ Activations become two bytes each first (``records.py``), with a scale a block o
 lane is a row of weights: four consecutive values of 16 rows meet the same four values of a token,
 their high bytes and, apart from them, their low ones.
 
-1. Activations keep 15 bits, where ggml's have 7: what is lost is no more than f32 loses in a sum.
+1. Activations keep 15 bits, where ggml's have 7: 3e-5 of a product is lost in place of 9e-3.
 2. A token's results do not depend on which tokens are computed beside it, nor on threads: sums
    are in one order, whatever the number of tokens.
 3. What is not finite stays so.
