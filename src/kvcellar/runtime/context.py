@@ -58,7 +58,8 @@ class Context:
         self.profile: Profile | None = None
         self.n_ubatch = options.n_ubatch
         use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
-        self._memory = model.open_memory(spec, kernel=use_kernel)
+        products = options.kernel is not False
+        self._memory = model.open_memory(spec, kernel=use_kernel, products=products)
         self._executor = self._memory.executor
         try:
             self.cache: Cache = make_cache(spec, self._memory, options, options.n_cells(model.spec))
