@@ -1,4 +1,4 @@
-"""Masks against the double loop, and splits against what every split must keep."""
+"""Plans, and splits against what every split must keep."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar import plan as plan_module
 from kvcellar.errors import OptionError
 from kvcellar.plan import (
     CellPlan,
     MicroBatch,
     Plan,
-    attention_mask,
-    cell_lists,
     split_by_sequence,
     split_equal,
     split_simple,
 )
-from kvcellar.testing.naive import NaiveCell, NaiveToken, naive_mask
+from kvcellar.testing.naive import NaiveToken
 from kvcellar.types import Int64Array, OwnerBits, pack_owners
 
 N_WORDS = 2
@@ -45,87 +42,6 @@ def micro_of(tokens: list[NaiveToken]) -> MicroBatch:
         owners=bits_of([token.owners for token in tokens]),
         outputs=np.array([n - 1], np.int32),
     )
-
-
-CELLS = st.lists(
-    st.tuples(GROUPS, st.integers(0, 5)).map(
-        lambda made: NaiveCell(made[1] if made[0] else -1, owners=set(made[0]))
-    ),
-    min_size=1,
-    max_size=12,
-)
-TOKENS = st.lists(
-    st.builds(NaiveToken, st.just(0), st.integers(0, 5), OWNED), min_size=1, max_size=6
-)
-
-
-class TestMask:
-    @given(tokens=TOKENS, cells=CELLS)
-    def test_equals_the_double_loop(self, tokens: list[NaiveToken], cells: list[NaiveCell]) -> None:
-        positions = np.array([cell.pos for cell in cells], np.int32)
-        owners = bits_of([frozenset(cell.owners) for cell in cells])
-
-        mask = attention_mask(micro_of(tokens), positions, owners)
-
-        assert mask.dtype == np.float16
-        np.testing.assert_array_equal(mask, naive_mask(tokens, cells, len(cells)))
-
-    def test_equals_the_double_loop_when_built_in_blocks(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(plan_module, "_BLOCK", 10)
-        groups = [frozenset({0}), frozenset({1})]
-        tokens = [NaiveToken(0, i, groups[i % 2]) for i in range(9)]
-        cells = [NaiveCell(i // 2, owners=set(groups[i % 2])) for i in range(7)]
-        positions = np.array([cell.pos for cell in cells], np.int32)
-        owners = bits_of([frozenset(cell.owners) for cell in cells])
-
-        for part in (tokens, tokens[::2]):
-            mask = attention_mask(micro_of(part), positions, owners)
-            np.testing.assert_array_equal(mask, naive_mask(part, cells, len(cells)))
-
-    @given(tokens=TOKENS, cells=CELLS)
-    def test_a_buffer_is_filled_and_only_where_asked(
-        self, tokens: list[NaiveToken], cells: list[NaiveCell]
-    ) -> None:
-        buffer = np.full((8, 16), 7, np.float16)
-        positions = np.array([cell.pos for cell in cells], np.int32)
-        owners = bits_of([frozenset(cell.owners) for cell in cells])
-
-        mask = attention_mask(micro_of(tokens), positions, owners, buffer)
-
-        assert np.shares_memory(mask, buffer)
-        np.testing.assert_array_equal(mask, naive_mask(tokens, cells, len(cells)))
-        assert (buffer[len(tokens) :] == 7).all()
-        assert (buffer[:, len(cells) :] == 7).all()
-
-    def test_the_largest_position_is_visible_to_itself_only_if_owned(self) -> None:
-        top = 2**31 - 2
-        tokens = [NaiveToken(0, top, frozenset({0})), NaiveToken(0, top, frozenset({0}))]
-        positions = np.array([top, -1, top], np.int32)
-        owners = bits_of([frozenset({0}), frozenset(), frozenset({1})])
-
-        mask = attention_mask(micro_of(tokens), positions, owners)
-
-        assert np.isfinite(mask).tolist() == [[True, False, False]] * 2
-
-
-class TestLists:
-    @given(tokens=TOKENS, cells=CELLS)
-    def test_are_what_the_mask_lets_through(
-        self, tokens: list[NaiveToken], cells: list[NaiveCell]
-    ) -> None:
-        positions = np.array([cell.pos for cell in cells], np.int32)
-        owners = bits_of([frozenset(cell.owners) for cell in cells])
-
-        lists = cell_lists(micro_of(tokens), positions, owners)
-
-        rows = naive_mask(tokens, cells, len(cells))
-        assert lists.cells.dtype == lists.starts.dtype == np.int32
-        assert len(lists.starts) == len(tokens) + 1
-        for i, row in enumerate(rows):
-            mine = lists.cells[lists.starts[i] : lists.starts[i + 1]]
-            assert mine.tolist() == np.flatnonzero(row == 0).tolist()
 
 
 class TestPlan:

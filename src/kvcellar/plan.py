@@ -3,33 +3,25 @@
 A :class:`MicroBatch` is what is computed at once; a :class:`Plan` adds where its K and V rows go
 and which cells each of its tokens may attend to. Plans are values: a backend needs nothing else.
 
-A token may attend to a cell if they share an owner and the cell's position is not after its own,
-nor further back than the window, where there is one.
-
 The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
 every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvcellar.errors import OptionError
 from kvcellar.types import (
-    BoolArray,
     Float16Array,
     Float32Array,
     Int32Array,
     Int64Array,
     OwnerBits,
 )
-
-_MINUS_INF = np.uint16(0xFC00)  # the bits of float16's -inf; 0 is those of 0.0
-_NEVER = np.int32(2**31 - 1)  # behind every position
-_NO_CELLS = np.empty(0, np.int32)
-_BLOCK = 1 << 18  # mask elements worked on at a time, so that they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +47,26 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class CellLists:
-    """Token i may attend to ``cells[starts[i]:starts[i + 1]]``, ascending, at least one."""
+    """Token i may attend to ``cells[starts[i]:ends[i]]``, at least one; lists may overlap.
 
-    cells: Int32Array  # the lists one after the other
-    starts: Int32Array  # [n + 1]
+    They are in the order of the positions, wherever the cells lie, so that sums over them do not
+    depend on that.
+    """
+
+    cells: Int32Array
+    starts: Int32Array  # [n]
+    ends: Int32Array  # [n]
+
+    def of(self, i: int) -> Int32Array:
+        """The cells of token i."""
+        return self.cells[self.starts[i] : self.ends[i]]
+
+    @classmethod
+    def separate(cls, lists: Sequence[Int32Array]) -> CellLists:
+        """Lists that have nothing in common."""
+        ends = np.cumsum([len(cells) for cells in lists], dtype=np.int32)
+        starts = np.concatenate((np.zeros(1, np.int32), ends[:-1]))
+        return cls(np.concatenate(lists).astype(np.int32), starts, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,101 +148,6 @@ class Plan:
     def is_contiguous(self) -> bool:
         """Whether the first group's cells are one run."""
         return self.groups[0].is_contiguous
-
-
-def attention_mask(
-    micro: MicroBatch,
-    positions: Int32Array,
-    owners: OwnerBits,
-    out: Float16Array | None = None,
-    *,
-    window: int = 0,
-) -> Float16Array:
-    """The mask of a microbatch over cells at these positions, with these owners.
-
-    Args:
-        micro: the tokens that attend.
-        positions: of the n_kv cells looked at, ``[n_kv]``; those just placed belong to them.
-        owners: of the same cells, ``[n_words, n_kv]``.
-        out: where to build it, at least ``[n, n_kv]``; the result is then a view of this array.
-        window: how many positions a token sees, its own included; 0: all.
-    """
-    shape = (micro.n_tokens, len(positions))
-    if out is None:
-        out = np.empty(shape, np.float16)
-    mask = out[: shape[0], : shape[1]]
-    bits = mask.view(np.uint16)
-    for rows, wanted in _owner_sets(micro.owners):
-        allowed = _owned(owners, wanted)
-        if len(rows) == 1:
-            allowed &= positions <= micro.positions[rows[0]]
-            if window:
-                allowed &= positions > micro.positions[rows[0]] - window
-            np.multiply(~allowed, _MINUS_INF, out=bits[rows[0]])
-        else:
-            keys = np.where(allowed, positions, _NEVER)
-            _fill_rows(bits, rows, micro.positions, keys, window)
-    return mask
-
-
-def cell_lists(
-    micro: MicroBatch, positions: Int32Array, owners: OwnerBits, window: int = 0
-) -> CellLists:
-    """The cells that each token may attend to: those where :func:`attention_mask` has a 0."""
-    found: list[Int32Array] = [_NO_CELLS] * micro.n_tokens
-    for rows, wanted in _owner_sets(micro.owners):
-        cells = np.flatnonzero(_owned(owners, wanted)).astype(np.int32)
-        at = positions[cells]
-        for row in rows:
-            seen = at <= micro.positions[row]
-            if window:
-                seen &= at > micro.positions[row] - window
-            found[row] = cells[seen]
-    starts = np.zeros(len(found) + 1, np.int32)
-    np.cumsum([len(cells) for cells in found], out=starts[1:])
-    return CellLists(np.concatenate(found), starts)
-
-
-def _owner_sets(owners: OwnerBits) -> list[tuple[Int64Array, OwnerBits]]:
-    """The distinct owner sets of tokens, each with the rows that have it."""
-    n = owners.shape[1]
-    if n == 1 or bool((owners == owners[:, :1]).all()):
-        return [(np.arange(n), owners[:, 0])]
-    rows_of: dict[bytes, list[int]] = {}
-    columns = np.ascontiguousarray(owners.T)
-    for row in range(n):
-        rows_of.setdefault(columns[row].tobytes(), []).append(row)
-    return [(np.array(rows, np.int64), columns[rows[0]]) for rows in rows_of.values()]
-
-
-def _owned(owners: OwnerBits, wanted: OwnerBits) -> BoolArray:
-    words = np.flatnonzero(wanted)
-    result = np.zeros(owners.shape[1], np.bool_)
-    for i, word in enumerate(words):
-        shared = (owners[word] & wanted[word]) != 0
-        result = shared if i == 0 else result | shared
-    return result
-
-
-def _fill_rows(
-    bits: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
-    rows: Int64Array,
-    positions: Int32Array,
-    keys: Int32Array,
-    window: int,
-) -> None:
-    """Fill mask rows from the cells' positions; a cell of another owner has one never reached."""
-    step = max(1, _BLOCK // max(1, len(keys)))
-    dense = int(rows[-1]) - int(rows[0]) == len(rows) - 1
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        hidden = keys > positions[part, np.newaxis]
-        if window:
-            hidden |= keys <= positions[part, np.newaxis] - window
-        if dense:
-            np.multiply(hidden, _MINUS_INF, out=bits[int(part[0]) : int(part[-1]) + 1])
-        else:
-            bits[part] = np.multiply(hidden, _MINUS_INF)
 
 
 def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:

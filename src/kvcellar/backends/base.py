@@ -206,7 +206,7 @@ class ModelFile(Protocol[T]):
         """
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
-        """Why few tokens cannot attend through a kernel of our own; None if they can."""
+        """Why attention cannot run in a kernel of our own; None if it can."""
 
     def open_memory(
         self,
@@ -221,7 +221,7 @@ class ModelFile(Protocol[T]):
         Args:
             spec: the shape.
             forward: the pass.
-            kernel: whether few tokens attend through a kernel of our own, where it can.
+            kernel: whether attention runs in a kernel of our own, where it can.
             products: whether products may be computed by code of our own, where it can.
 
         Raises:

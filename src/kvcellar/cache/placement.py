@@ -18,7 +18,8 @@ from kvcellar.batch import Rows
 from kvcellar.cache.search import find_cells
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.errors import BatchError, CacheError
-from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan, attention_mask, cell_lists
+from kvcellar.masks import attention_mask, cell_lists
+from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan
 from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits, unpack_owners
 
 

@@ -129,7 +129,7 @@ class Model:
         return context
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
-        """Why few tokens cannot attend through a kernel of our own; None if they can."""
+        """Why attention cannot run in a kernel of our own; None if it can."""
         return self._file.why_no_kernel(spec)
 
     @cached_property
@@ -149,7 +149,7 @@ class Model:
 
         Args:
             spec: the shape.
-            kernel: whether few tokens attend through a kernel of our own.
+            kernel: whether attention runs in a kernel of our own.
             products: whether products may be computed by code of our own.
 
         Raises:

@@ -38,7 +38,7 @@ class ContextOptions:
         flash_attn: how attention runs over f16, bf16 or f32 V. True: V is kept a row a cell, which
             suits several sequences in one pool. False: V lies across, which suits one sequence.
             None: False for one sequence with such a V and without the kernel, else True.
-        kernel: whether a few tokens attend through our own kernel, which reads nothing but the
+        kernel: whether attention runs in our own kernel, which reads nothing but the
             cells of their sequences. None: if it can be; it takes llvmlite, and K and V each as
             f16, q8_0 or q4_0. Unless False, products with quantised weights are ours too, where
             llvmlite is and the processor has AVX-512 VNNI; they are more exact than ggml's.
@@ -107,7 +107,7 @@ class ContextOptions:
         )
 
     def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
-        """Whether few tokens attend through our own kernel, in the groups where it can run.
+        """Whether attention runs in our own kernel, in the groups where it can run.
 
         Raises:
             OptionError: it is asked for and cannot run in one.

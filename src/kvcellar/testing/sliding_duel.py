@@ -120,8 +120,7 @@ class SlidingDuel:
             if plan.lists is None:
                 seen: Int64Array = np.flatnonzero(plan.mask[row] == 0)
             else:
-                starts = plan.lists.starts
-                seen = plan.lists.cells[starts[row] : starts[row + 1]].astype(np.int64)
+                seen = plan.lists.of(row).astype(np.int64)
             bits = int(plan.micro.owners[0, row])
             owners = [seq for seq in range(N_SEQ) if bits >> seq & 1]
             assert sorted(self.store.content[seen].tolist()) == after.seen(owners, pos)

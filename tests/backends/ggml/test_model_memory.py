@@ -11,7 +11,7 @@ import pytest
 
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.inputs import Shape
-from kvcellar.backends.ggml.kernel.attention import MAX_TOKENS, why_no_kernel
+from kvcellar.backends.ggml.kernel.attention import why_no_kernel
 from kvcellar.backends.ggml.kernel.jit import why_not
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
@@ -19,7 +19,7 @@ from kvcellar.backends.operations import Ops
 from kvcellar.errors import AllocationError
 from kvcellar.memory import LayerMemory, LayerPlace, MemorySpec, StateLayer, StateSpec, group_layers
 from kvcellar.plan import CellLists, CellPlan, Plan, StatePlan
-from kvcellar.types import CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import MAX_POSITION, CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 ROPE = RopeSpec("neox", 8)
@@ -62,10 +62,9 @@ def _cell_plan(
     own = cells[np.array(positions)]
     if not lists:
         return CellPlan(own, np.where(visible, 0, -np.inf).astype(np.float16))
-    found = [np.flatnonzero(row) for row in visible]
-    starts = np.cumsum([0, *map(len, found)]).astype(np.int32)
+    found = [np.flatnonzero(row).astype(np.int32) for row in visible]
     none = np.empty((len(positions), 0), np.float16)
-    return CellPlan(own, none, CellLists(np.concatenate(found).astype(np.int32), starts))
+    return CellPlan(own, none, CellLists.separate(found))
 
 
 X = rows(9, WIDTH)
@@ -140,7 +139,7 @@ def test_lists_are_wanted_where_a_group_can_have_them(opened: list[Bench]) -> No
     groups = (full, CacheSpec(8, 1, (FULL,), KVType.F32), CacheSpec(8, 1, (inside,)))
     spec = MemorySpec(groups, None, tuple(LayerPlace(i, 0) for i in range(3)))
     opened += [Bench(spec, kernel=True), Bench(spec)]
-    assert opened[0].executor(lambda _, x: x).lists_up_to == (MAX_TOKENS, 0, 0)
+    assert opened[0].executor(lambda _, x: x).lists_up_to == (MAX_POSITION, 0, 0)
     assert opened[1].executor(lambda _, x: x).lists_up_to == (0, 0, 0)
     assert [why_no_kernel(group) is None for group in groups] == [True, False, False]
 

@@ -172,7 +172,7 @@ def test_v_that_cannot_be_read_out_of_k_is_refused(
 def test_lists_without_a_kernel_are_refused(opened: list[Bench]) -> None:
     case = Case(LayerSpec(1, 16, 16), 1, 1)
     opened.append(Bench(MemorySpec.single(case.spec())))
-    lists = CellLists(np.zeros(1, np.int32), np.array([0, 1], np.int32))
+    lists = CellLists.separate([np.zeros(1, np.int32)])
     plan = plan_of(rows(1, 48), [CellPlan(np.zeros(1, np.int64), np.empty((1, 0), "f2"), lists)])
     with pytest.raises(NotSupported, match="lists of cells"):
         opened[0].run(lambda _, x: x, plan)

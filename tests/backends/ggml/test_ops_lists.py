@@ -40,8 +40,7 @@ def cell_plan(*, lists: bool) -> CellPlan:
     seen = visible()
     if not lists:
         return CellPlan(CELLS, np.where(seen, 0, -np.inf).astype(np.float16))
-    starts = np.cumsum([0, *seen.sum(axis=1)]).astype(np.int32)
-    cells = CellLists(np.nonzero(seen)[1].astype(np.int32), starts)
+    cells = CellLists.separate([np.flatnonzero(row).astype(np.int32) for row in seen])
     return CellPlan(CELLS, np.empty((N, 0), np.float16), cells)
 
 

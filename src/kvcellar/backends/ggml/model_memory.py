@@ -45,7 +45,7 @@ class GgmlMemory:
         Args:
             spec: the shape.
             backend: what rotates K rows and computes.
-            kernel: whether few tokens attend over lists in the groups where that is possible.
+            kernel: whether tokens attend over lists in the groups where that is possible.
             products: whether our own code computes products where that is possible.
 
         Raises:

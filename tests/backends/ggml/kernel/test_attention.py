@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.kernel import attention
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel, unit_sizes, why_no_kernel
+from kvcellar.backends.ggml.kernel.attention import (
+    MAX_UNITS,
+    AttentionKernel,
+    unit_sizes,
+    why_no_kernel,
+)
 from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
 from kvcellar.errors import NotSupported
@@ -53,6 +58,7 @@ class Bench:
         type_v: KVType = KVType.F16,
     ) -> None:
         self.lists, self.group, self.softcap, d_v = lists, group, softcap, d_v or d
+        self.shared: CellLists | None = None  # the same lists, where they overlap
         rng, size = np.random.default_rng(5), max(map(max, lists)) + 1
         self.spec = CacheSpec(size, 1, (LayerSpec(n_head_kv, d, d_v),), type_k, type_v)
         self.k = _stored(rng.standard_normal((size, n_head_kv, d)), type_k)
@@ -80,8 +86,8 @@ class Bench:
 
     def load(self) -> None:
         self.out[:] = 7  # what is not written shows
-        starts = np.cumsum([0, *map(len, self.lists)]).astype(np.int32)
-        self.kernel.load(CellLists(np.concatenate(self.lists).astype(np.int32), starts))
+        apart = [np.array(cells, np.int32) for cells in self.lists]
+        self.kernel.load(self.shared or CellLists.separate(apart))
 
     def step(self, i: int, n_threads: int) -> None:
         task = self.kernel.task(self.scale, self.softcap)
@@ -260,6 +266,25 @@ def test_unit_sizes_bound_the_units() -> None:
     sizes = unit_sizes(lengths)
     assert sizes.tolist()[:3] == [UNIT, UNIT, 2 * UNIT]
     assert (-(-lengths // sizes) <= MANY).all()
+
+
+def test_of_many_tokens_each_has_fewer_units() -> None:
+    lengths = np.full(2048, 100 * UNIT, np.int32)
+    units = -(-lengths // unit_sizes(lengths))
+    assert units.max() == MAX_UNITS // 2048
+    assert (unit_sizes(np.full(2 * MAX_UNITS, 1000, np.int32)) >= 1000).all()
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_many_tokens_that_share_a_list(n_threads: int) -> None:
+    cells = np.random.default_rng(1).permutation(400).astype(np.int32)
+    ends = np.arange(101, 401, dtype=np.int32)
+    starts = np.maximum(0, ends - 250).astype(np.int32)
+    bench = Bench([cells[a:b].tolist() for a, b in zip(starts, ends, strict=True)], 1, 2, 8)
+    apart = bench.run(n_threads)
+    bench.shared = CellLists(cells, starts, ends)
+    np.testing.assert_array_equal(bench.run(n_threads), apart)
+    np.testing.assert_allclose(apart, bench.expected(), atol=TOLERANCE)
 
 
 def test_threads_change_no_bit() -> None:

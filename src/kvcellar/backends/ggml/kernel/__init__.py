@@ -1,1 +1,1 @@
-"""Attention of a few tokens over lists of cells, compiled for this processor by llvmlite."""
+"""Attention over lists of cells, compiled for this processor by llvmlite."""

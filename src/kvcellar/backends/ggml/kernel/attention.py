@@ -1,4 +1,4 @@
-"""Attention over lists of cells, for graphs of few tokens: what a compiled kernel is fed with.
+"""Attention over lists of cells: what a compiled kernel is fed with.
 
 One instance serves all graphs of an executor. Lists, scratch memory and counters lie here and not
 in graphs, so that a graph depends on nothing that grows with a sequence; each node finds them
@@ -18,8 +18,8 @@ from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, LayerSpec
 
-MAX_TOKENS = 63
-"""With more, flash attention works on tiles of queries, and is about as fast."""
+MAX_UNITS = 4096
+"""How many units there may be, or one for each token."""
 
 MULTIPLE = 4
 """What heads are a multiple of: the narrowest vector."""
@@ -31,8 +31,9 @@ class Work(c.Structure):
     """Where the kernel finds lists and memory; ``code.WORK``."""
 
     _fields_ = (
-        ("cells", c.c_void_p),  # i32, the lists one after the other
-        ("starts", c.c_void_p),  # i32 [n_tokens + 1], where each list begins
+        ("cells", c.c_void_p),  # i32, of all lists
+        ("starts", c.c_void_p),  # i32 [n_tokens], where each list begins
+        ("ends", c.c_void_p),  # i32 [n_tokens], and ends
         ("units", c.c_void_p),  # i32 [n_tokens], cells of a unit
         ("first_unit", c.c_void_p),  # i32 [n_tokens + 1], units of all tokens before
         ("items", c.c_void_p),  # f32 [n_units, n_head_kv, item_floats]
@@ -81,8 +82,6 @@ class AttentionKernel:
         NotSupported: :func:`why_no_kernel` says so.
     """
 
-    max_tokens = MAX_TOKENS
-
     def __init__(self, spec: CacheSpec, n_threads: int) -> None:
         if reason := why_no_kernel(spec):
             raise NotSupported(f"the attention kernel cannot run: {reason}")
@@ -120,15 +119,16 @@ class AttentionKernel:
 
     def load(self, lists: CellLists) -> None:
         """Let the next graph that is computed read these lists."""
-        lengths = np.diff(lists.starts)
+        lengths = lists.ends - lists.starts
         units = unit_sizes(lengths)
-        first_unit = np.zeros(len(lists.starts), np.int32)
+        first_unit = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(-(-lengths // units), out=first_unit[1:])
         n_cells, n_units = len(lists.cells), int(first_unit[-1])
         cells = self._reserve("cells", n_cells + PREFETCHED)
         cells[:n_cells] = lists.cells
         cells[n_cells : n_cells + PREFETCHED] = 0
         self._point_to("starts", lists.starts)
+        self._point_to("ends", lists.ends)
         self._point_to("units", units)
         self._point_to("first_unit", first_unit)
         shapes, largest = self._shapes.items(), int(units.max())
@@ -151,8 +151,13 @@ class AttentionKernel:
 
 
 def unit_sizes(lengths: Int32Array) -> Int32Array:
-    """Cells of a unit for lists of these lengths: doubled until there are not too many units."""
+    """Cells of a unit for lists of these lengths: doubled until there are not too many units.
+
+    A few lists may have :data:`MANY` units each; of many, which keep all threads busy anyway, each
+    has fewer, so that what units leave behind stays small.
+    """
+    most = max(1, min(MANY, MAX_UNITS // len(lengths)))
     sizes = np.full(len(lengths), UNIT, np.int32)
-    while (long := lengths > MANY * sizes).any():
+    while (long := lengths > most * sizes).any():
         sizes[long] *= 2
     return sizes

@@ -20,7 +20,7 @@ from kvcellar.backends.ggml.kernel.shape import KernelShape
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
 
 FUNCTION = "attend"
-WORK = ir.LiteralStructType([POINTER] * 7 + [I64])  # attention.Work
+WORK = ir.LiteralStructType([POINTER] * 8 + [I64])  # attention.Work
 TASK = ir.LiteralStructType([POINTER, F32, F32])  # attention.Task
 
 
@@ -64,8 +64,8 @@ class _Kernel:
         self.scale = x.splat(self.b.fmul(last, F32(LOG2_E)))
         self.into_cap = x.splat(self.b.fdiv(scale, cap)) if shape.softcap else None
         fields = self._fields(work, WORK)
-        self.cells, self.starts, self.units, self.first_unit = fields[:4]
-        self.items, self.counters, threads, thread_bytes = fields[4:]
+        self.cells, self.starts, self.ends, self.units, self.first_unit = fields[:5]
+        self.items, self.counters, threads, thread_bytes = fields[5:]
         self.n_head_kv = self.b.sdiv(self.dst.ne[1], I64(shape.group))
         self.partials = x.at(threads, self.b.mul(self.ith, thread_bytes))
 
@@ -108,7 +108,7 @@ class _Kernel:
             k_row=self.k.nb[1],
             v_row=self.v.nb[1],
             cells=x.at(self.cells, self._times(begin, 4)),
-            n=x.smaller(b.sub(self._number(self.starts, following), begin), size),
+            n=x.smaller(b.sub(self._number(self.ends, token), begin), size),
             row_of_scores=self._times(size, 4),
             scale=self.scale,
             into_cap=self.into_cap,
