@@ -11,7 +11,7 @@ block by block where the model has any, and stores each when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvcellar.runtime.loading import LoadOptions, put_into
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.snapshot.absence import Absence, Cause, Wanted, explain, note_of
+from kvcellar.snapshot.absence import Absence, Cause, Wanted, explain, mark, marked, note_of
 from kvcellar.snapshot.container import from_bytes, to_bytes
 from kvcellar.snapshot.fingerprint import Plain, digest
 from kvcellar.snapshot.keys import block_keys, root_key
@@ -39,9 +39,6 @@ from kvcellar.snapshot.native import describe, understand
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.snapshot.stores.base import Store
 from kvcellar.types import AnyArray, CacheSpec
-
-_MARK = b"kvcellar-absent:"
-_CAUSES: tuple[Cause, ...] = ("window slid", "no checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +88,22 @@ class PromptCache:
         self._store = store
         self.how = SaveOptions(type_k, type_v, compress, checkpoints=False)
 
-    def append(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
+    def append(
+        self,
+        sequence: Sequence,
+        prompt: str | Iterable[int],
+        *,
+        on_piece: Callable[[int], None] | None = None,
+    ) -> Reuse:
         """Add text or tokens to a sequence: restored as far as they are stored, else computed.
 
         Blocks that were not there are stored. Into a sequence that is not empty all is computed.
+
+        Args:
+            sequence: where to.
+            prompt: what to add.
+            on_piece: told how many tokens were restored, then how many each computed piece had.
+                What it raises ends the append; what was restored or computed stays.
 
         Raises:
             BatchError, CacheFull: as :meth:`Sequence.append`; what was restored or computed before
@@ -104,7 +113,9 @@ class PromptCache:
         with sequence.context.exclusive():
             new = sequence.to_ids(prompt)
             reuse = Reuse(len(new), 0) if len(sequence) else self.restore(sequence, new)
-            self._compute(sequence, new[reuse.n_reused :])
+            if on_piece is not None:
+                on_piece(reuse.n_reused)
+            self._compute(sequence, new[reuse.n_reused :], on_piece)
             return reuse
 
     def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
@@ -154,7 +165,7 @@ class PromptCache:
             value = self._store.get(key)
             if value is None:
                 return pieces, explain(self._store, text.wanted(i))
-            if (cause := _marked(value)) is not None:
+            if (cause := marked(value)) is not None:
                 return pieces, Absence(cause, start)
             try:
                 pieces.append(self._understood(value, text, start))
@@ -181,15 +192,19 @@ class PromptCache:
 
     # -- storing
 
-    def _compute(self, sequence: Sequence, rest: list[int]) -> None:
+    def _compute(
+        self, sequence: Sequence, rest: list[int], on_piece: Callable[[int], None] | None
+    ) -> None:
+        n_ubatch = sequence.context.n_ubatch
         if is_plain(sequence.context.cache):
-            if rest:
-                sequence.append(rest)
+            n = n_ubatch if on_piece is not None else max(1, len(rest))
+            for start in range(0, len(rest), n):
+                _append(sequence, rest[start : start + n], on_piece)
             self.store(sequence)
             return
         while rest:
             n = self.block_size - len(sequence) % self.block_size
-            sequence.append(rest[:n])
+            _append(sequence, rest[:n], on_piece)
             rest = rest[n:]
             if len(sequence) % self.block_size == 0:
                 text = _Text(self, sequence.context, _clean(sequence))
@@ -200,7 +215,7 @@ class PromptCache:
         """Store a block unless it is there; False if that cannot be."""
         key, start = text.keys[i], i * self.block_size
         if self._store.has(key):
-            if (value := self._store.get(key)) is None or _marked(value) is None:
+            if (value := self._store.get(key)) is None or marked(value) is None:
                 return True
             self._store.delete(key)
         cache, note = sequence.context.cache, note_of(text.wanted(i))
@@ -208,12 +223,18 @@ class PromptCache:
             ids = [sequence.seq_id]
             content = state_get(cache, ids, start, start + self.block_size, checkpoints=False)
         except NotSupported:
-            cause = "no checkpoint" if has_states(cache) else "window slid"
-            self._store.put(key, [_MARK + cause.encode()], note)
+            cause: Cause = "no checkpoint" if has_states(cache) else "window slid"
+            self._store.put(key, [mark(cause)], note)
             return False
         snapshot = Snapshot(text.plain, content, (SavedText(),))
         described = describe(stored(sequence.context, snapshot, self.how))
         return self._store.put(key, [to_bytes(described, compress=self.how.compress)], note)
+
+
+def _append(sequence: Sequence, ids: list[int], on_piece: Callable[[int], None] | None) -> None:
+    sequence.append(ids)
+    if on_piece is not None:
+        on_piece(len(ids))
 
 
 class _Text:
@@ -272,12 +293,3 @@ def _tokens(content: CacheContent) -> AnyArray | None:
         return content.groups[0].tokens
     held = None if content.states is None else content.states.held[0]
     return None if held is None else held.tokens
-
-
-def _marked(value: bytes | bytearray | memoryview) -> Cause | None:
-    """Why there is a mark in place of a block."""
-    start = bytes(value[: len(_MARK) + 32])
-    if not start.startswith(_MARK):
-        return None
-    said = start[len(_MARK) :].decode("ascii", "replace")
-    return next((cause for cause in _CAUSES if cause == said), "damaged")

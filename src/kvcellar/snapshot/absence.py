@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from kvcellar.snapshot.stores.base import Entry, Note, Store
+from kvcellar.snapshot.stores.base import Buffer, Entry, Note, Store
 
 Cause: TypeAlias = Literal[
     "nothing stored",
@@ -21,6 +21,9 @@ Cause: TypeAlias = Literal[
     "damaged",
     "no whole block",
 ]
+
+_MARK = b"kvcellar-absent:"
+_MARKED: tuple[Cause, ...] = ("window slid", "no checkpoint")
 
 MAX_ENTRIES = 10_000
 """How many entries are looked at for an explanation."""
@@ -79,6 +82,20 @@ def note_of(wanted: Wanted) -> Note:
         "text": wanted.text,
         "model": wanted.model,
     }
+
+
+def mark(cause: Cause) -> bytes:
+    """What is stored in place of a block that cannot be."""
+    return _MARK + cause.encode()
+
+
+def marked(value: Buffer) -> Cause | None:
+    """Why there is a mark in place of a block, None if there is none."""
+    start = bytes(value[: len(_MARK) + 32])
+    if not start.startswith(_MARK):
+        return None
+    said = start[len(_MARK) :].decode("ascii", "replace")
+    return next((cause for cause in _MARKED if cause == said), "damaged")
 
 
 def explain(store: Store, wanted: Wanted) -> Absence:
