@@ -11,16 +11,13 @@ import time
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvcellar.cli.amounts import parse_age, parse_size
 from kvcellar.cli.console import console_for, human_bytes, note, show
-from kvcellar.errors import OptionError, SnapshotError
-
-if TYPE_CHECKING:
-    from kvcellar.cli.snapshot_facts import SnapshotFacts
+from kvcellar.errors import OptionError
 
 app = typer.Typer(
     help="Look after a cache of prompts: see, check, clean and move what it holds.",

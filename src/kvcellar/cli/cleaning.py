@@ -52,10 +52,10 @@ def _clean(
     verb = "would remove" if dry_run else "removed"
     if not dry_run:
         report = store.gc()
-        if n := len(report.strays) + len(report.missing):
-            yield f"removed {n} files and entries without the other"
-        if report.bytes_freed:
-            yield f"which frees {human_bytes(report.bytes_freed)}"
+        n = len(report.strays) + len(report.missing)
+        if n or report.bytes_freed:
+            freed = human_bytes(report.bytes_freed)
+            yield f"removed {n} files and entries that lacked each other, {freed}"
     n_gone, n_bytes = Counter[str](), Counter[str]()
     forest = Forest(store.entries())
     for block, reason in forest.leaving(max_bytes, since):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Order: TypeAlias = Literal["used", "created", "bytes"]
 
-SHORT = 12
+SHORT = 8
 """Digits of a key that are shown; they suffice to name it."""
 
 
@@ -51,9 +51,9 @@ def list_table(forest: Forest, order: Order, now: float) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("key", "model"):
         table.add_column(head, no_wrap=True)
-    for head in ("tokens", "blocks", "bytes", "stored", "used", "texts"):
+    for head in ("tokens", "bytes", "stored", "used", "texts"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("begins with", no_wrap=True, overflow="ellipsis")
+    table.add_column("begins with", overflow="ellipsis")  # no blanks, so it is cut and not wrapped
     for one in in_order(forest.stretches(), order):
         table.add_row(*_cells(one, now), style=None if one.reachable else "dim")
     return table
@@ -79,17 +79,15 @@ def _all(forest: Forest) -> list[Block]:
 
 def _cells(one: Stretch, now: float) -> list[str]:
     first, last = one.blocks[0], one.blocks[-1]
-    ids = [str(token) for token in first.tokens[:8]]
     return [
         last.key[:SHORT],
         harmless(first.model[:8]) or "-",
         f"{first.start}-{last.end}" if last.tokens else "-",
-        str(len(one.blocks)),
         human_bytes(one.n_bytes),
         human_age(now - one.created),
         human_age(now - one.used),
         str(one.n_texts) if one.reachable else "-",
-        " ".join(ids),
+        ",".join(map(str, first.tokens[:8])),
     ]
 
 

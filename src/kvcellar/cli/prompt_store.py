@@ -97,7 +97,8 @@ class Forgiving:
 
     def entries(self) -> Iterator[Entry]:
         """All values."""
-        return iter(self._try(lambda: list(self._store.entries()), []))
+        none: list[Entry] = []
+        return iter(self._try(lambda: list(self._store.entries()), none))
 
     @property
     def bytes_used(self) -> int:

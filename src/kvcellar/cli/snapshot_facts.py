@@ -1,4 +1,4 @@
-"""What can be said about a snapshot without a model: whose it is, what it holds, what takes room."""
+"""What can be said about a snapshot without a model: whose it is, what it holds, its bytes."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def check_store(where: str) -> Checked:
         found = Checked(len(entries), sum(entry.n_bytes for entry in entries))
         if isinstance(store, DiskStore):
             report = store.verify()
-            found.faults |= {key: "damaged" for key in report.damaged}
-            found.faults |= {key: "its file is gone" for key in report.missing}
+            found.faults |= dict.fromkeys(report.damaged, "damaged")
+            found.faults |= dict.fromkeys(report.missing, "its file is gone")
             found.n_strays = len(report.strays)
     with existing(where, read_only=True) as store:
         for entry in entries:

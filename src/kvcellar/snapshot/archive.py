@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def _check_chain(items: list[_Item]) -> None:
     """Blocks have to follow each other, or what is imported could never be found."""
     if items[0].note.get("start") != 0:
         raise SnapshotFileError(f"block {items[0].key} does not begin its text")
-    for before, item in zip(items, items[1:], strict=False):
+    for before, item in pairwise(items):
         if item.note.get("parent") != before.key:
             raise SnapshotFileError(f"block {item.key} does not follow the one before it")
 
