@@ -12,7 +12,7 @@ import typer
 
 from kvcellar.cli import options as o
 from kvcellar.cli.conversation import Conversation
-from kvcellar.cli.prompt_store import PromptStore, keep
+from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.repl import Repl
 
 
@@ -48,13 +48,10 @@ def chat(
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
     stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
-    with stored.open() as prompts, setup.open() as context:
+    with setup.open() as context, stored.open() as prompts:
         talk = Conversation(context, answering, system, prompts)
         interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        try:
+        with kept(prompts, talk.sequence):
             n_failed = Repl(talk, interactive=interactive, stats=stats).talk()
-        finally:
-            if prompts is not None:
-                keep(prompts, talk.sequence)
     if n_failed:
         raise typer.Exit(1)

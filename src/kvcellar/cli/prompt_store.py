@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvcellar.cli.amounts import parse_size
 from kvcellar.cli.console import note
-from kvcellar.errors import ClosedError, OptionError, StoreError
+from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 
 if TYPE_CHECKING:
     from kvcellar.runtime.prompt_cache import PromptCache
@@ -31,36 +31,57 @@ class PromptStore:
         where: a folder or URL; None: there is no prompt cache.
         salt: texts of another salt are never found.
         max_bytes: the budget of a folder, as it was written.
+
+    Raises:
+        OptionError: no such size, or an option of what is not there.
     """
 
     where: str | None
     salt: str | None = None
     max_bytes: str | None = None
 
+    def __post_init__(self) -> None:
+        for option, value in (("salt", self.salt), ("bytes", self.max_bytes)):
+            if value is not None and self.where is None:
+                raise OptionError(f"--cache-{option} needs --prompt-cache")
+        self._size()
+
     @contextmanager
     def open(self) -> Iterator[PromptCache | None]:
         """The prompt cache, if there is to be one; closed at the end.
 
         Raises:
-            OptionError: an option that cannot be.
-            StoreError: the store cannot be opened.
+            OptionError: no such store can be.
+            StoreError: it cannot be opened.
         """
         if self.where is None:
-            for option, value in (("salt", self.salt), ("bytes", self.max_bytes)):
-                if value is not None:
-                    raise OptionError(f"--cache-{option} needs --prompt-cache")
             yield None
             return
         from kvcellar.cli.opened import open_or_make
         from kvcellar.runtime.prompt_cache import PromptCache
 
-        size = None if self.max_bytes is None else parse_size(self.max_bytes, "--cache-bytes")
-        with closing(open_or_make(self.where, size)) as store:
+        with closing(open_or_make(self.where, self._size())) as store:
             yield PromptCache(Forgiving(store), cache_salt=self.salt or "")
 
+    def _size(self) -> int | None:
+        return None if self.max_bytes is None else parse_size(self.max_bytes, "--cache-bytes")
 
-def keep(prompts: PromptCache, sequence: Text) -> None:
-    """Store what a sequence has computed; what only waits to be computed is dropped."""
+
+@contextmanager
+def kept(prompts: PromptCache | None, sequence: Text) -> Iterator[None]:
+    """Store what a sequence holds at the end, also after Ctrl-C and when the cache was full."""
+    try:
+        yield
+    except (CacheFull, KeyboardInterrupt):
+        _keep(prompts, sequence)
+        raise
+    _keep(prompts, sequence)
+
+
+def _keep(prompts: PromptCache | None, sequence: Text) -> None:
+    """What only waits to be computed is dropped: there may be no room for it."""
+    if prompts is None:
+        return
     n_waiting = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
     if n_waiting > 0:
         sequence.trim(n_waiting)

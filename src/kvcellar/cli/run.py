@@ -13,7 +13,7 @@ from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.output import Output
 from kvcellar.cli.prefill import read_tokens
 from kvcellar.cli.profile import print_profile
-from kvcellar.cli.prompt_store import PromptStore, keep
+from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.prompts import chat_ids, messages_of
 from kvcellar.cli.stats import print_stats
 from kvcellar.errors import CacheFull
@@ -68,20 +68,19 @@ def run(
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
     stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
-    with stored.open() as prompts, setup.open() as context:
+    with setup.open() as context, stored.open() as prompts:
         recorded = context.start_profile() if profile else None
         ids = _prompt_ids(context, text, system, chat or system is not None)
         done = Completion(context.sequence())
-        try:
-            complete(done, ids, output, answering, prompts)
-        finally:
-            output.end()
-            if stats:
-                print_stats(context, output.seconds_to_first, done.reuse)
-            if recorded is not None:
-                print_profile(recorded)
-            if prompts is not None:
-                keep(prompts, done.sequence)
+        with kept(prompts, done.sequence):
+            try:
+                complete(done, ids, output, answering, prompts)
+            finally:
+                output.end()
+                if stats:
+                    print_stats(context, output.seconds_to_first, done.reuse)
+                if recorded is not None:
+                    print_profile(recorded)
 
 
 @dataclass(slots=True)
