@@ -27,7 +27,7 @@ def test_sizes(text: str, n: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "20X", "1,5G", "nan", "20 G G", "²"])
 def test_what_is_no_size_is_named(text: str) -> None:
-    with pytest.raises(OptionError, match="--cache-bytes .*20G"):
+    with pytest.raises(OptionError, match=r"--cache-bytes .*20G"):
         parse_size(text, "--cache-bytes")
 
 
@@ -41,7 +41,7 @@ def test_ages(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7y", "7 days", "1d12h"])
 def test_what_is_no_age_is_named(text: str) -> None:
-    with pytest.raises(OptionError, match="--older-than .*7d"):
+    with pytest.raises(OptionError, match=r"--older-than .*7d"):
         parse_age(text, "--older-than")
 
 

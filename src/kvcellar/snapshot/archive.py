@@ -202,11 +202,11 @@ def _items(archive: zipfile.ZipFile, n_file_bytes: int) -> list[_Item]:
 
 
 def _item(found: Any) -> _Item:
-    note = found["note"]
-    encode_note(note)
-    n_bytes, digest = found["n_bytes"], found["hash"]
-    if not isinstance(n_bytes, int) or not isinstance(digest, str):
+    note, n_bytes, digest = found["note"], found["n_bytes"], found["hash"]
+    fits = isinstance(note, dict) and isinstance(n_bytes, int) and isinstance(digest, str)
+    if not fits:
         raise SnapshotFileError("its index is damaged")
+    encode_note(note)
     return _Item(check_key(found["key"]), note, n_bytes, digest)
 
 
