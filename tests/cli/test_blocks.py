@@ -15,7 +15,12 @@ SIZE = 4
 
 def entry(key: str, parent: str, i: int, used: float = 0.0, n_bytes: int = 1) -> Entry:
     """The i-th block of a text."""
-    note = {"parent": parent, "start": i * SIZE, "tokens": "1 2 3 4", "model": "m"}
+    note: dict[str, str | int] = {
+        "parent": parent,
+        "start": i * SIZE,
+        "tokens": "1 2 3 4",
+        "model": "m",
+    }
     return Entry(key, n_bytes, 0.0, used, note)
 
 
