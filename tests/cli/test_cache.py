@@ -1,4 +1,4 @@
-"""``kvcellar cache``: what is stored is told, checked, cleaned and moved; looking changes nothing."""
+"""``kvcellar cache``: what is stored is told, checked, cleaned, moved; looking changes nothing."""
 
 from __future__ import annotations
 

@@ -199,17 +199,21 @@ class PromptCache:
         if is_plain(sequence.context.cache):
             n = n_ubatch if on_piece is not None else max(1, len(rest))
             for start in range(0, len(rest), n):
-                _append(sequence, rest[start : start + n], on_piece)
+                sequence.append(piece := rest[start : start + n])
+                if on_piece is not None:
+                    on_piece(len(piece))
             self.store(sequence)
             return
         while rest:
             n = self.block_size - len(sequence) % self.block_size
-            _append(sequence, rest[:n], on_piece)
-            rest = rest[n:]
+            piece, rest = rest[:n], rest[n:]
+            sequence.append(piece)
             if len(sequence) % self.block_size == 0:
                 text = _Text(self, sequence.context, _clean(sequence))
                 if len(text.tokens) == len(sequence):
                     self._store_block(sequence, text, len(text.keys) - 1)
+            if on_piece is not None:
+                on_piece(len(piece))
 
     def _store_block(self, sequence: Sequence, text: _Text, i: int) -> bool:
         """Store a block unless it is there; False if that cannot be."""
@@ -229,12 +233,6 @@ class PromptCache:
         snapshot = Snapshot(text.plain, content, (SavedText(),))
         described = describe(stored(sequence.context, snapshot, self.how))
         return self._store.put(key, [to_bytes(described, compress=self.how.compress)], note)
-
-
-def _append(sequence: Sequence, ids: list[int], on_piece: Callable[[int], None] | None) -> None:
-    sequence.append(ids)
-    if on_piece is not None:
-        on_piece(len(ids))
 
 
 class _Text:
