@@ -139,10 +139,10 @@ def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
 def test_no_store_is_made_of_a_name_that_is_mistyped(
     invoke: Invoke, tmp_path: Path, command: str
 ) -> None:
-    more = {"inspect": ["abcd"], "export": ["abcd", tmp_path / "out"]}.get(command, [])
+    names: dict[str, list[str | Path]] = {"inspect": ["abcd"], "export": ["abcd", tmp_path / "o"]}
     (tmp_path / "other").mkdir()
     for name, message in (("absent", "does not exist"), ("other", "is no store")):
-        result = invoke("cache", command, tmp_path / name, *more)
+        result = invoke("cache", command, tmp_path / name, *names.get(command, []))
         assert result.exit_code == 1
         assert (name in result.stderr, message in result.stderr) == (True, True)
         assert result.stdout == ""

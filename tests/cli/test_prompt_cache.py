@@ -230,7 +230,7 @@ def test_windows_and_states_go_block_by_block(
 ) -> None:
     ids, store = [1 + i % 90 for i in range(30)], DiskStore(tmp_path / "store")
     with Model.from_gguf(shared / f"models/{arch}.gguf", n_threads=1) as model:
-        context, prompts = model.context(n_ctx=512, n_ubatch=8), PromptCache(store, block_size=8)
+        context, prompts = model.context(n_ctx=1024, n_ubatch=8), PromptCache(store, block_size=8)
         sequence = context.sequence()
         with pytest.raises(KeyboardInterrupt):
             read_tokens(sequence, ids, 512, Pressed(3), prompts)
