@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvcellar.snapshot.stores.base import Absence as Gone
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
-from tests.runtime.archs import F32, SAME, fresh, opened, text
+from tests.runtime.archs import F32, SAME, WINDOWED, fresh, opened, text
 from tests.runtime.prompts import BLOCK, append, keys, n_reused, why
 
 TOKENS = text(1, 70)
@@ -134,7 +135,7 @@ def test_other_model(shared: Path, context: Context, prompts: PromptCache, other
 
 
 @pytest.mark.parametrize("types", [{"type_k": "f16"}, {"type_v": "q8_0"}])
-def test_other_types(context: Context, prompts: PromptCache, types: dict[str, str]) -> None:
+def test_other_types(context: Context, prompts: PromptCache, types: dict[str, Any]) -> None:
     with context.model.context(n_ctx=256, **{**F32, **types}) as another:
         append(prompts, another, TOKENS)
     assert why(prompts, context, TOKENS) == ("other types", 0)
@@ -149,11 +150,31 @@ def test_other_types_count_before_other_models(
     assert why(prompts, context, TOKENS) == ("other types", 0)
 
 
-def test_windows_kept_in_full_are_another_shape(shared: Path, prompts: PromptCache) -> None:
-    with opened(shared, "gemma3-dense", swa_full=True) as full:
-        append(prompts, full, TOKENS)
-        with full.model.context(n_ctx=512, n_seq_max=4, n_ubatch=16) as sliding:
-            assert why(prompts, sliding, TOKENS) == ("other types", 0)
+@pytest.mark.parametrize("arch", WINDOWED)
+@pytest.mark.parametrize("full_first", [True, False])
+def test_windows_kept_in_full_share_blocks_no_longer_than_a_window(
+    shared: Path, arch: str, full_first: bool
+) -> None:
+    """Of longer ones a window that slides has not all rows, and is another shape of cache."""
+    tokens = text(4, 300)
+    sizes: dict[str, Any] = {"n_ctx": 768, "n_seq_max": 4, "n_ubatch": 16, **F32}
+    with (
+        opened(shared, arch, swa_full=True, **sizes) as full,
+        full.model.context(**sizes) as sliding,
+    ):
+        one, two = (full, sliding) if full_first else (sliding, full)
+        for size in (16, 32):
+            prompts = PromptCache(MemoryStore(), block_size=size)
+            append(prompts, one, tokens)[2].close()
+            reuse, logits, sequence = append(prompts, two, tokens)
+            assert reuse.n_reused == 288
+            assert nmse(logits, fresh(full, tokens)) < SAME
+            sequence.trim(150).append([5])  # all that is kept can be gone back to
+            assert nmse(sequence.logits, fresh(full, [*tokens[:150], 5])) < SAME
+            sequence.close()
+        prompts = PromptCache(MemoryStore(), block_size=33)
+        append(prompts, one, tokens)
+        assert why(prompts, two, tokens) == ("other types", 0)
 
 
 @pytest.mark.parametrize(

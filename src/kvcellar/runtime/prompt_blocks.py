@@ -14,6 +14,7 @@ from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.joining import join
 from kvcellar.cache.parts import parts_of
 from kvcellar.cache.porting import state_get
+from kvcellar.cache.room import n_kept
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotFileError
 from kvcellar.memory import StateSpec
@@ -49,9 +50,13 @@ class Blocks:
         self._fingerprint = stored_fingerprint(context, how)
         stored_as = digest(self._fingerprint)
         self.rounded = "" if stored_as == digest(context.fingerprint) else stored_as
-        # A window at full size holds more than one that slides: blocks of these cannot fill it.
-        windows: list[Plain] = list(_windows(context.cache))
-        named = digest({**self._fingerprint, "windows": windows})
+        # Of a block longer than its window, a cache that slides has not all rows; one that keeps
+        # everything cannot be filled by it. Shorter ones are the same wherever they come from.
+        missing: list[Plain] = [
+            window if window and n_kept(window) < size else 0 for window in _windows(context.cache)
+        ]
+        self._is_complete = not any(missing)
+        named = digest({**self._fingerprint, "windows": missing})
         self._root = root_key(named, size, cache_salt)
         self.keys = block_keys(self._root, tokens, size)
         self._texts = block_keys(root_key("", size, cache_salt), tokens, size)
@@ -92,6 +97,9 @@ class Blocks:
         same = found is None or found.tolist() == self._tokens_of(i)
         if content.n_seqs != 1 or content.start != i * self._size or not same:
             raise SnapshotFileError("the block holds another text than its key says")
+        slid = any(one.shape[1] for group in content.groups for one in group.slid)
+        if slid and self._is_complete:
+            raise SnapshotFileError("the block lacks rows that it should have")
         return content
 
     def whole(self, pieces: Sequence[CacheContent]) -> Snapshot:
