@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from kvcellar.errors import StoreError
 from kvcellar.runtime.context import Context
@@ -12,8 +13,10 @@ from kvcellar.runtime.sequence import Sequence as Text
 from kvcellar.snapshot.stores.base import Buffer, Note
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.types import Float32Array
+from tests.runtime.archs import F32
 
 BLOCK = 16
+SIZES: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 4, "n_ubatch": 16, **F32}
 
 
 def n_computed(context: Context) -> int:
