@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.absence import Wanted, mark
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.redis import RedisStore
 from tests.cli.helpers import Invoke
@@ -191,8 +192,12 @@ def test_keys_that_name_nothing_or_too_much(
 
 def test_a_mark_in_place_of_a_block(invoke: Invoke, filled: Path) -> None:
     store = DiskStore(filled)
-    store.put("marked", [b"kvcellar-absent:no checkpoint"], {"start": 8})
+    mark(store, Wanted("marked", "parent", 8, [], "text", "model"), "no checkpoint")
     store.close()
+    listing = invoke("cache", "list", filled).stdout
+    assert "1 of them only say why a block could not be stored" in listing
+    assert "cannot be reached" not in listing
+    assert "marked" not in listing
     result = invoke("cache", "inspect", filled, "marked")
     assert result.exit_code == 0
     assert "no state was kept at token 8" in result.stdout

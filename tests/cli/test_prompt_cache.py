@@ -174,12 +174,14 @@ def test_a_store_that_failed_is_not_asked_again(capsys: pytest.CaptureFixture[st
     store = Forgiving(inner)
     assert store.put("a", [b"1"], {"n": 1})
     assert (store.get("a"), store.has("a"), store.bytes_used) == (b"1", True, 1)
+    assert (store.touch("a"), store.touch("b")) == (True, False)
     assert [entry.key for entry in store.entries()] == ["a"]
     assert store.why_absent("b") == "never stored"
     assert store.delete("a")
     store.close()
     assert (store.get("a"), store.has("a"), store.delete("a"), store.bytes_used) == (None, 0, 0, 0)
     assert not store.put("a", [b"1"])
+    assert not store.touch("a")
     assert list(store.entries()) == []
     assert store.why_absent("a") == "never stored"
     assert capsys.readouterr().err.count("warning") == 1
@@ -212,13 +214,11 @@ def test_ctrl_c_is_heard_between_pieces_and_what_came_is_stored(context: Context
     ids = list(range(1, 41))
     with pytest.raises(KeyboardInterrupt), kept(prompts, sequence):
         read_tokens(sequence, ids, 8, Pressed(4), prompts)
-    assert sequence.tokens == ids[:24]
-    sequence.close()
+    assert len(sequence) == 0
     again = context.sequence()
     with pytest.raises(KeyboardInterrupt):
         read_tokens(again, ids, 8, Pressed(1), prompts)
-    assert again.tokens == ids[:24]  # restored at once; then it was heard
-    again.trim(24)
+    assert len(again) == 0
     reuse = read_tokens(again, ids, 8, Pressed(9), prompts)
     assert reuse is not None
     assert (reuse.n_reused, again.tokens) == (24, ids)
@@ -234,8 +234,7 @@ def test_windows_and_states_go_block_by_block(
         sequence = context.sequence()
         with pytest.raises(KeyboardInterrupt):
             read_tokens(sequence, ids, 512, Pressed(3), prompts)
-        assert len(sequence) == 16  # asked before, after restoring nothing, and after each block
-        assert sum(1 for _ in store.entries()) == 2
+        assert sum(1 for _ in store.entries()) == 2  # asked before, and after nothing was restored
         sequence.close()
         with context.sequence() as again, kept(prompts, again):
             reuse = read_tokens(again, ids, 512, Interrupt(), prompts)

@@ -17,7 +17,7 @@ Reason: TypeAlias = Literal["unreachable", "unused", "over budget"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An entry and what its note says; an entry that is no block has no tokens.
+    """An entry and what its note says; an entry that is no block has no tokens and begins at 0.
 
     Attributes:
         entry: as the store lists it.
@@ -38,11 +38,12 @@ class Block:
         """What a note says, as far as it says what we write."""
         note = entry.note
         start, words = note.get("start"), str(note.get("tokens", "")).split()
+        tokens = tuple(int(word) for word in words if word.isdecimal() and len(word) < 12)
         return cls(
             entry,
             str(note.get("parent", "")),
-            start if isinstance(start, int) and start >= 0 else 0,
-            tuple(int(word) for word in words if word.isdecimal() and len(word) < 12),
+            start if tokens and isinstance(start, int) and start >= 0 else 0,
+            tokens,
             str(note.get("model", "")),
         )
 

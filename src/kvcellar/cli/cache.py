@@ -122,7 +122,7 @@ def gc(
     older_than: OlderThan = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove what is of no use: damaged files, and blocks that lack one before them.
+    """Remove what is of no use: blocks that lack one before them, and what dead writers left.
 
     With --older-than also what was not used for so long, with --max-bytes what was not used for
     longest until the rest fits. Texts go from their ends inward.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from kvcellar.cli.amounts import human_age
 from kvcellar.cli.blocks import Block, Forest, Stretch
 from kvcellar.cli.console import harmless, human_bytes
+from kvcellar.snapshot.absence import absent_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +55,8 @@ def list_table(forest: Forest, order: Order, now: float) -> Table:
     for head in ("tokens", "bytes", "stored", "used", "texts"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("begins with", overflow="ellipsis")  # no blanks, so it is cut and not wrapped
-    for one in in_order(forest.stretches(), order):
+    shown = [one for one in forest.stretches() if absent_of(one.blocks[0].entry.note) is None]
+    for one in in_order(shown, order):
         table.add_row(*_cells(one, now), style=None if one.reachable else "dim")
     return table
 
@@ -65,6 +67,8 @@ def totals(forest: Forest) -> list[str]:
     lost = [block for block in blocks if not forest.is_reachable(block)]
     n_bytes = human_bytes(sum(block.entry.n_bytes for block in blocks))
     lines = [f"{len(blocks)} entries, {n_bytes}"]
+    if n := sum(absent_of(block.entry.note) is not None for block in blocks):
+        lines.append(f"{n} of them only say why a block could not be stored")
     if lost:
         lines.append(
             f"{len(lost)} of them, {human_bytes(sum(one.entry.n_bytes for one in lost))}, cannot "

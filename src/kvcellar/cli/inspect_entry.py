@@ -13,7 +13,7 @@ from kvcellar.cli.entry_list import SHORT, entry_data
 from kvcellar.cli.opened import existing, find, value_of
 from kvcellar.cli.snapshot_facts import facts_of_value
 from kvcellar.cli.snapshot_view import entry_table, facts_table
-from kvcellar.snapshot.absence import Absence, marked
+from kvcellar.snapshot.absence import Absence, absent_of
 
 
 def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
@@ -27,7 +27,7 @@ def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
     with existing(where, read_only=True) as store:
         block = Block.of(find(store, prefix))
         value = value_of(store, block.key)
-        cause = marked(value)
+        cause = absent_of(block.entry.note)
         facts = None if cause is not None else facts_of_value(value)
     if as_json:
         data = {"absent": cause, "snapshot": None if facts is None else asdict(facts)}
@@ -39,4 +39,5 @@ def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
         parts.append(facts_table("its value", facts))
     show(console_for(sys.stdout), *parts)
     if cause is not None:
-        print(f"no block: {Absence(cause, block.start)}")
+        start = block.entry.note.get("start")
+        print(f"no block: {Absence(cause, start if isinstance(start, int) else 0)}")

@@ -42,7 +42,11 @@ def existing(where: str, *, read_only: bool = False) -> Iterator[Store]:
                 f"{folder} does not exist: name the folder of a store; "
                 f"kvcellar run --prompt-cache makes one"
             )
-        if not is_store(folder):
+        try:
+            found = is_store(folder)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be read: {error}") from error
+        if not found:
             raise StoreError(f"{folder} is no store: name the folder that --prompt-cache was given")
         options = {"read_only": read_only}
     with closing(open_store(where, **options)) as store:

@@ -108,6 +108,10 @@ class Forgiving:
         """Whether there is a value."""
         return self._try(lambda: self._store.has(key), False)
 
+    def touch(self, key: str) -> bool:
+        """Count a use of what is there."""
+        return self._try(lambda: self._store.touch(key), False)
+
     def why_absent(self, key: str) -> Absence:
         """Why there is none."""
         return self._try(lambda: self._store.why_absent(key), "never stored")

@@ -9,7 +9,8 @@ from typing import Any
 
 from kvcellar.cache.content import CacheContent, CellContent
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.container import from_bytes, read_description, read_file
+from kvcellar.snapshot.block_checks import read_value
+from kvcellar.snapshot.container import read_description, read_file
 from kvcellar.snapshot.fingerprint import row_types
 from kvcellar.snapshot.native import VERSION, understand
 from kvcellar.snapshot.saved import Snapshot
@@ -90,10 +91,18 @@ def facts_of_value(value: Buffer) -> SnapshotFacts:
         SnapshotFileError: it is no snapshot, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    return _facts(understand(from_bytes(value)), None)
+    return _facts(read_value(value), None)
 
 
 def _facts(snapshot: Snapshot, written_by: str | None) -> SnapshotFacts:
+    """A snapshot whose checksums hold may contradict itself all the same, if somebody made it so."""
+    try:
+        return _told(snapshot, written_by)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise SnapshotFileError(f"the snapshot contradicts itself: {error!r:.200}") from error
+
+
+def _told(snapshot: Snapshot, written_by: str | None) -> SnapshotFacts:
     content, about = snapshot.content, snapshot.fingerprint
     kinds = row_types(about)
     groups = tuple(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcellar.cli.opened import existing
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.absence import marked
+from kvcellar.snapshot.absence import absent_of
 from kvcellar.snapshot.block_checks import check_block, read_value
 from kvcellar.snapshot.stores.disk import DiskStore
 
@@ -66,7 +66,7 @@ def _fault(store: Store, entry: Entry) -> str:
 
 
 def _check(entry: Entry, value: Buffer) -> None:
-    if marked(value) is not None:
+    if absent_of(entry.note) is not None:
         return
     if "parent" in entry.note:
         check_block(entry.key, entry.note, value)

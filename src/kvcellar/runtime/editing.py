@@ -24,7 +24,12 @@ T = TypeVar("T", bound="EditableText")
 
 
 class EditableText:
-    """The tokens of a sequence, and what can be done to them without computing anything."""
+    """The tokens of a sequence, and what can be done to them without computing anything.
+
+    Attributes:
+        rounded: names the types in which K and V were kept for a while, less exact than computed
+            (``prompt_cache.py``); empty: in none.
+    """
 
     def __init__(self, cache: Cache, seq_id: int, n_ctx_train: int) -> None:
         self.seq_id = seq_id
@@ -32,6 +37,7 @@ class EditableText:
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
         self._tainted: int | None = None  # see SavedText
+        self.rounded = ""
         self._n_ctx_train = n_ctx_train
         self._closed = False
 
@@ -67,6 +73,8 @@ class EditableText:
         n_left, n_held = size - n_tokens, len(self._held)
         if self._tainted is not None and n_left <= self._tainted:
             self._tainted = None
+        if n_left == 0:
+            self.rounded = ""
         if n_left < n_held:
             self._waiting = self._held.go_back(n_left)
             self._logits = None

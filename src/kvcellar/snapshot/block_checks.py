@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.absence import marked
 from kvcellar.snapshot.container import from_bytes
 from kvcellar.snapshot.keys import block_key
 from kvcellar.snapshot.native import understand
@@ -35,8 +34,6 @@ def check_block(key: str, note: Note, value: Buffer) -> None:
         SnapshotFileError: it is not.
         LibraryError: it is compressed by a library that is not installed.
     """
-    if (cause := marked(value)) is not None:
-        raise SnapshotFileError(f"there is no block, only why it could not be stored: {cause}")
     tokens = _tokens_of(key, note)
     content = read_value(value).content
     found: Iterable[int] | None = None

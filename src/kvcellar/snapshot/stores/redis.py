@@ -112,6 +112,10 @@ class RedisStore:
         """Whether there is a value with all its pieces; its time to live goes on."""
         return bool(self._run(redis_scripts.HAS, check_key(key)))
 
+    def touch(self, key: str) -> bool:
+        """Let its time to live begin anew."""
+        return self._run(redis_scripts.USE, check_key(key), *self._times) is not None
+
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored; the rest is remembered for 30 days."""
         return cast("Absence", self._run(redis_scripts.WHY, check_key(key)).decode())
