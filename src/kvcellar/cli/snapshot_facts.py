@@ -95,7 +95,7 @@ def facts_of_value(value: Buffer) -> SnapshotFacts:
 
 
 def _facts(snapshot: Snapshot, written_by: str | None) -> SnapshotFacts:
-    """A snapshot whose checksums hold may contradict itself all the same, if somebody made it so."""
+    """A snapshot whose checksums hold may contradict itself, if somebody made it so."""
     try:
         return _told(snapshot, written_by)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

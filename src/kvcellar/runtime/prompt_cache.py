@@ -238,7 +238,7 @@ class PromptCache:
     def _compute(
         self, sequence: Sequence, rest: list[int], text: Blocks, taken: dict[int, bytes]
     ) -> Iterator[int]:
-        """Compute tokens, tell of each piece; of states and windows, take out blocks as they end."""
+        """Compute tokens, tell of each piece; take out blocks of states and windows as they end."""
         size, plain = self.block_size, is_plain(sequence.context.cache)
         while True:
             n = sequence.context.n_ubatch if plain else size - len(sequence) % size

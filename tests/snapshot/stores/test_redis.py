@@ -293,6 +293,7 @@ def test_looking_is_no_use(open_store: Open, server: RedisClient) -> None:
     names_before = {name: server.call("PEXPIRETIME", name) for name in names(server)}
     before = list(looking.entries())
     assert looking.get("a") == VALUE
+    assert looking.touch("a")
     assert list(looking.entries()) == before
     assert {name: server.call("PEXPIRETIME", name) for name in names(server)} == names_before
     for work in (lambda: looking.put("b", [VALUE]), lambda: looking.delete("a")):

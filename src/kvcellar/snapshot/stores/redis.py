@@ -114,6 +114,8 @@ class RedisStore:
 
     def touch(self, key: str) -> bool:
         """Let its time to live begin anew."""
+        if self.read_only:
+            return self.has(key)
         return self._run(redis_scripts.USE, check_key(key), *self._times) is not None
 
     def why_absent(self, key: str) -> Absence:
