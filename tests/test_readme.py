@@ -13,26 +13,30 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-def python_block() -> str:
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 1
-    return str(blocks[0])
+def python_blocks() -> list[str]:
+    """The examples, each of which goes on with what the one before it made."""
+    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 @pytest.mark.model
-def test_the_python_example_runs(smollm2_path: Path) -> None:
+def test_the_python_examples_run(smollm2_path: Path, tmp_path: Path) -> None:
     del smollm2_path  # only required to be there
-    result = subprocess.run(
-        [sys.executable, "-c", python_block()], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert "cells hold" in result.stdout
-    assert "\x1b" not in result.stdout
+    code = "".join(python_blocks())
+    for found in ("0 of", "256 of"):  # the second time it finds what the first one left
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert result.returncode == 0, result.stderr
+        assert "cells hold" in result.stdout
+        assert f"{found} " in result.stdout
+        assert "\x1b" not in result.stdout
+    assert (tmp_path / "story.kv").stat().st_size > 0
 
 
-def test_the_example_is_about_ten_lines() -> None:
-    code = [line for line in python_block().splitlines() if line.strip()]
-    assert len(code) <= 12
+def test_the_examples_are_about_ten_lines() -> None:
+    assert len(python_blocks()) == 2
+    for block in python_blocks():
+        assert len([line for line in block.splitlines() if line.strip()]) <= 12
 
 
 def test_links_lead_to_files() -> None:

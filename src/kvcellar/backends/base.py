@@ -209,7 +209,12 @@ class ModelFile(Protocol[T]):
         """Why few tokens cannot attend through a kernel of our own; None if they can."""
 
     def open_memory(
-        self, spec: MemorySpec, forward: Forward[T], *, kernel: bool = False
+        self,
+        spec: MemorySpec,
+        forward: Forward[T],
+        *,
+        kernel: bool = False,
+        products: bool = False,
     ) -> OpenMemory:
         """Stores of that shape and what runs a forward pass over them; the caller closes them.
 
@@ -217,6 +222,7 @@ class ModelFile(Protocol[T]):
             spec: the shape.
             forward: the pass.
             kernel: whether few tokens attend through a kernel of our own, where it can.
+            products: whether products may be computed by code of our own, where it can.
 
         Raises:
             OptionError: types that do not fit the shape.

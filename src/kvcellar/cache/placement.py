@@ -29,7 +29,8 @@ def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
         BatchError: names such a token and its owners.
     """
     several = (row_owners & (row_owners - np.uint64(1))).any(axis=0)
-    several |= np.count_nonzero(row_owners, axis=0) > 1
+    if len(row_owners) > 1:
+        several |= np.count_nonzero(row_owners, axis=0) > 1
     if not several.any():
         return
     last_row = {row_owners[:, row].tobytes(): int(row) for row in np.flatnonzero(several)}

@@ -58,7 +58,8 @@ class Context:
         self.profile: Profile | None = None
         self.n_ubatch = options.n_ubatch
         use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
-        self._memory = model.open_memory(spec, kernel=use_kernel)
+        products = options.kernel is not False
+        self._memory = model.open_memory(spec, kernel=use_kernel, products=products)
         self._executor = self._memory.executor
         try:
             self.cache: Cache = make_cache(spec, self._memory, options, options.n_cells(model.spec))
@@ -90,7 +91,7 @@ class Context:
             BatchError, CacheFull: the prompt cannot be computed; no sequence is made.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             if not self._free_ids:
                 raise SequenceIdError(
                     f"all {self.spec.n_seq_max} sequences are taken: "
@@ -121,7 +122,7 @@ class Context:
             ComputeError: the graph failed, or the logits are not finite.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             return self._decode(batch)
 
     def resize(self, n_ctx: int) -> None:
@@ -137,7 +138,7 @@ class Context:
             CacheError: a transaction is open.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
@@ -170,7 +171,7 @@ class Context:
         The other arguments, and errors, are those of :meth:`Sequence.save`.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             chosen = self.sequences if sequences is None else tuple(sequences)
             options = SaveOptions(type_k, type_v, compress, checkpoints)
             return save_file(self, chosen, path, options)
@@ -190,7 +191,7 @@ class Context:
         other way. Whatever goes wrong, this context is as it was.
 
         Args:
-            path: a file that :meth:`Sequence.save` wrote.
+            path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
             start: the first token that is loaded.
             stop: the first one that is not; None: all.
             positions: where the first token shall stand, K being rotated; None: where it stood.
@@ -203,13 +204,13 @@ class Context:
             NotSupported: a range of states or windows.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             return load_one(self, path, LoadOptions(start, stop, positions, convert))
 
     def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
         """New sequences with all that a file holds, or none; see :meth:`load`."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             return tuple(load_file(self, path, LoadOptions(convert=convert)))
 
     def exclusive(self) -> AbstractContextManager[object]:
@@ -223,7 +224,7 @@ class Context:
             NotSupported: the backend cannot tell.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             self.profile = Profile.of(self._executor)
             return self.profile
 
@@ -255,7 +256,8 @@ class Context:
         used = f"{self.cache.used} of {self.spec.size} cells used"
         return f"<Context of {self.model.path.name}: {'closed' if self._closed else used}>"
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError if the context was closed."""
         if self._closed:
             raise ClosedError("the context is closed")
 
@@ -284,7 +286,9 @@ class Context:
 
 def _checked_copy(logits: Float32Array) -> Float32Array:
     """A copy that outlives the graph's buffer; NaN or infinity never leaves."""
-    if not np.isfinite(logits).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = logits.sum()  # finite only if every term is
+    if not np.isfinite(total) and not np.isfinite(logits).all():
         raise ComputeError("the logits are not finite: the weights or K/V rows are damaged")
     copy: Float32Array = logits.copy()
     return copy

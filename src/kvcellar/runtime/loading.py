@@ -16,7 +16,8 @@ import numpy as np
 from kvcellar.cache.content import CacheContent
 from kvcellar.cache.porting import state_set
 from kvcellar.cache.slicing import between
-from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
+from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.options import check_range
 from kvcellar.snapshot.container import read_file
 from kvcellar.snapshot.conversion import converted
@@ -49,11 +50,22 @@ class LoadOptions:
 
 def load_file(context: Context, path: str | Path, options: LoadOptions) -> list[Text]:
     """New sequences with what a file holds; see :func:`put_snapshot`."""
+    if is_llama_file(path):
+        if options != LoadOptions(convert=options.convert):
+            raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
+        return load_llama_file(context, path)
     return put_snapshot(context, understand(read_file(Path(path))), options)
 
 
 def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
     """A new sequence with what a file of one sequence holds."""
+    if is_llama_file(path):
+        loaded = load_file(context, path, options)
+        if len(loaded) == 1:
+            return loaded[0]
+        for text in loaded:
+            text.close()
+        raise _several(len(loaded))
     snapshot = understand(read_file(Path(path)))
     _check_single(snapshot)
     return put_snapshot(context, snapshot, options)[0]
@@ -118,7 +130,11 @@ def put_into(
 
 def _check_single(snapshot: Snapshot) -> None:
     if (n := snapshot.content.n_seqs) != 1:
-        raise SnapshotMismatch("sequences", n, 1, "load them with Context.load_all")
+        raise _several(n)
+
+
+def _several(n: int) -> SnapshotMismatch:
+    return SnapshotMismatch("sequences", n, 1, "load them with Context.load_all")
 
 
 def _part(

@@ -144,18 +144,20 @@ class Model:
         """Rows of K or V ``[n, row_bytes]`` stored another way; for snapshots."""
         return self._file.convert_rows(rows, src, dst)
 
-    def open_memory(self, spec: MemorySpec, *, kernel: bool) -> OpenMemory:
+    def open_memory(self, spec: MemorySpec, *, kernel: bool, products: bool) -> OpenMemory:
         """Stores of that shape and what computes over them; contexts are made of these.
 
         Args:
             spec: the shape.
             kernel: whether few tokens attend through a kernel of our own.
+            products: whether products may be computed by code of our own.
 
         Raises:
             OptionError: a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
         """
-        return self._file.open_memory(spec, self.architecture.forward, kernel=kernel)
+        forward = self.architecture.forward
+        return self._file.open_memory(spec, forward, kernel=kernel, products=products)
 
     def close(self) -> None:
         """Close all contexts, stop the threads and unmap the file; closing twice is fine."""

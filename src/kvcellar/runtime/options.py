@@ -40,7 +40,8 @@ class ContextOptions:
             None: False for one sequence with such a V and without the kernel, else True.
         kernel: whether a few tokens attend through our own kernel, which reads nothing but the
             cells of their sequences. None: if it can be; it takes llvmlite, and K and V each as
-            f16, q8_0 or q4_0.
+            f16, q8_0 or q4_0. Unless False, products with quantised weights are ours too, where
+            llvmlite is and the processor has AVX-512 VNNI; they are more exact than ggml's.
         defrag_threshold: the share of holes beyond which the cache is compacted unasked, a few
             runs of cells a decode; None: never. Nothing depends on it but speed.
         swa_full: whether layers that attend within a window keep all tokens as well. An edit far

@@ -8,10 +8,7 @@ have it. The hashes find damage, not forgery.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from safetensors.numpy import save, save_file
 
 from kvcellar._version import __version__
 from kvcellar.errors import SnapshotFileError
+from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.compression import pack, unpack
 from kvcellar.snapshot.native import VERSION, Arrays, Described
 from kvcellar.types import AnyArray
@@ -45,21 +43,11 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
         LibraryError: compression needs a library that is not installed.
     """
     arrays, metadata = _finish(described, compress)
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        save_file(arrays, temporary, metadata)
-        _sync(temporary)
-        os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101
-        os.replace(temporary, path)  # noqa: PTH105
-        temporary = None
-    except (OSError, SafetensorError) as error:
-        raise SnapshotFileError(f"cannot write {path}: {error}") from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
+    with replacing(path) as beside:
+        try:
+            save_file(arrays, beside, metadata)
+        except SafetensorError as error:
+            raise SnapshotFileError(f"cannot write {path}: {error}") from error
     return path.stat().st_size
 
 
@@ -184,14 +172,3 @@ def _array(found: Mapping[str, Any]) -> AnyArray:
         raise SnapshotFileError(f"an array has type {found['dtype']}")
     array: AnyArray = np.frombuffer(found["data"], dtype).reshape(found["shape"])
     return array
-
-
-def _sync(path: str) -> None:
-    with open(path, "rb") as file:  # noqa: PTH123
-        os.fsync(file.fileno())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -29,9 +29,16 @@ Pass = Callable[[Ops[int], int], int]
 class Bench:
     """A backend, memory, and weights given as arrays."""
 
-    def __init__(self, spec: MemorySpec = NO_MEMORY, *, kernel: bool = False) -> None:
-        self.backend = GgmlBackend(1)
-        self.memory = GgmlMemory.open(spec, self.backend, kernel=kernel)
+    def __init__(
+        self,
+        spec: MemorySpec = NO_MEMORY,
+        *,
+        kernel: bool = False,
+        products: bool = False,
+        n_threads: int = 1,
+    ) -> None:
+        self.backend = GgmlBackend(n_threads)
+        self.memory = GgmlMemory.open(spec, self.backend, kernel=kernel, products=products)
         self._context = self.backend.api.ggml_init(InitParams(_BYTES, None, False))
         self._executors: list[GgmlExecutor] = []
 

@@ -53,10 +53,15 @@ class GgmlModelFile:
         return why_no_kernel(spec)
 
     def open_memory(
-        self, spec: MemorySpec, forward: Forward[int], *, kernel: bool = False
+        self,
+        spec: MemorySpec,
+        forward: Forward[int],
+        *,
+        kernel: bool = False,
+        products: bool = False,
     ) -> OpenMemory:
         """Stores and the graphs over them; see ``ModelFile.open_memory``."""
-        memory = GgmlMemory.open(spec, self._backend, kernel=kernel)
+        memory = GgmlMemory.open(spec, self._backend, kernel=kernel, products=products)
         executor = GgmlExecutor(self._backend, memory, forward)
         return OpenMemory(memory.groups, memory.states, executor)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
+from kvcellar.backends.ggml.product.products import Products, why_no_products
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.memory import LayerPlace, MemorySpec
@@ -21,21 +22,31 @@ class GgmlMemory:
         states: of recurrent layers, where there are any.
         places: where each layer of the model keeps what it keeps.
         kernels: of each group; None where tokens attend through masks alone.
+        products: what computes some products in ggml's place, if anything does.
     """
 
     groups: tuple[GgmlStore, ...]
     states: GgmlStateStore | None
     places: tuple[LayerPlace, ...]
     kernels: tuple[AttentionKernel | None, ...]
+    products: Products | None = None
 
     @classmethod
-    def open(cls, spec: MemorySpec, backend: GgmlBackend, *, kernel: bool = False) -> GgmlMemory:
+    def open(
+        cls,
+        spec: MemorySpec,
+        backend: GgmlBackend,
+        *,
+        kernel: bool = False,
+        products: bool = False,
+    ) -> GgmlMemory:
         """New buffers of that shape.
 
         Args:
             spec: the shape.
             backend: what rotates K rows and computes.
             kernel: whether few tokens attend over lists in the groups where that is possible.
+            products: whether our own code computes products where that is possible.
 
         Raises:
             OptionError: types that do not fit the shape.
@@ -51,7 +62,8 @@ class GgmlMemory:
                 store.close()
             raise
         kernels = (_kernel(group, backend) if kernel else None for group in spec.groups)
-        return cls(tuple(groups), states, spec.places, tuple(kernels))
+        ours = Products(backend.n_threads) if products and not why_no_products() else None
+        return cls(tuple(groups), states, spec.places, tuple(kernels), ours)
 
     @classmethod
     def single(cls, store: GgmlStore, kernel: AttentionKernel | None = None) -> GgmlMemory:

@@ -15,6 +15,7 @@ from kvcellar.backends.ggml.expert_nodes import ExpertNodes
 from kvcellar.backends.ggml.inputs import Inputs, Target
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.backends.ggml.product_nodes import ProductNodes
 from kvcellar.backends.ggml.state_nodes import StateNodes
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Routing
@@ -37,6 +38,7 @@ class GgmlOps:
         self._places = memory.places
         self._nodes = nodes = Nodes(target.api, target.context, constants)
         self._node = nodes.add
+        self._products = ProductNodes(target.api, nodes, memory.products)
         self._experts = ExpertNodes(nodes)
         parts = zip(memory.groups, inputs.groups, plan.groups, memory.kernels, strict=True)
         self._groups = [AttentionNodes(target, nodes, *part) for part in parts]
@@ -53,7 +55,7 @@ class GgmlOps:
 
     def linear(self, x: int, weight: int, bias: int | None = None) -> int:
         """``x @ weight.T + bias``."""
-        y = self._node("ggml_mul_mat", weight, x)
+        y = self._products.multiply(x, weight)
         return y if bias is None else self.add(y, bias)
 
     def rms_norm(self, x: int, weight: int, eps: float) -> int:

@@ -82,6 +82,8 @@ class GraphProfiler:
         if name in _NO_WORK:
             return VIEWS
         tensor: Tensor = tensor_at(node)
+        if name == "CUSTOM" and not tensor.name.startswith(b"node_"):
+            return _text(tensor.name)
         if name in _OF_WEIGHTS:
             return f"{name} {_text(self._api.ggml_type_name(tensor_at(tensor.src[0]).type))}"
         return name

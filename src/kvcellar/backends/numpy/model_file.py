@@ -51,6 +51,7 @@ class NumpyModelFile:
         forward: Forward[Float32Array],
         *,
         kernel: bool = False,  # noqa: ARG002
+        products: bool = False,  # noqa: ARG002
     ) -> OpenMemory:
         """Stores and what computes over them; see ``ModelFile.open_memory``."""
         groups = tuple(NumpyStore(group) for group in spec.groups)

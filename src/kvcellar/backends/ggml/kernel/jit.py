@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from time import perf_counter
@@ -60,23 +61,39 @@ def why_not() -> str | None:
     return None if processor() else "this processor cannot widen halves"
 
 
+@lru_cache(maxsize=1)
+def has_byte_products() -> bool:
+    """Whether the processor adds up products of bytes, 64 at a time."""
+    import llvmlite.binding as llvm
+
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    has = llvm.get_host_cpu_features()
+    return all(has.get(name) for name in ("avx512f", "avx512vl", "avx512bw", "avx512vnni"))
+
+
 @cache  # graphs keep addresses
 def compile_attention(shape: KernelShape) -> Compiled:
     """The attention kernel of a shape, as machine code."""
-    import llvmlite.binding as llvm
-
     from kvcellar.backends.ggml.kernel.code import FUNCTION, kernel_ir
+
+    return compile_ir(str(shape), lambda triple: kernel_ir(shape, triple), FUNCTION)
+
+
+def compile_ir(title: str, text: Callable[[str], str], function: str) -> Compiled:
+    """Machine code of a module's function; the text is asked for with this machine's triple."""
+    import llvmlite.binding as llvm
 
     start = perf_counter()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple = llvm.get_process_triple()
-    module = llvm.parse_assembly(kernel_ir(shape, triple))
+    module = llvm.parse_assembly(text(triple))
     module.verify()
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    log.info("compiled %s in %.2f s", shape, perf_counter() - start)
-    return Compiled(engine.get_function_address(FUNCTION), engine)
+    log.info("compiled %s in %.2f s", title, perf_counter() - start)
+    return Compiled(engine.get_function_address(function), engine)

@@ -127,6 +127,10 @@ class Vectors:
         """``a * b + c``, rounded once."""
         return self._intrinsic("llvm.fma", a, b, c)
 
+    def rint(self, x: Value) -> Value:
+        """The nearest whole number, of two the even one."""
+        return self._intrinsic("llvm.rint", x)
+
     def larger(self, a: Value, b: Value) -> Value:
         """The larger in each lane."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
@@ -144,7 +148,7 @@ class Vectors:
         b, bits = self.b, ir.VectorType(I32, self.lanes)
         low = self.constant(_SMALLEST)
         x = b.select(b.fcmp_ordered("<", x, low), low, x)
-        whole = self._intrinsic("llvm.rint", x)
+        whole = self.rint(x)
         rest = b.fsub(x, whole)
         result = self.constant(_EXP2[0])
         for factor in _EXP2[1:]:

@@ -1,0 +1,1 @@
+"""Products of quantised weights and activations, compiled by llvmlite at first use."""

@@ -1,0 +1,101 @@
+"""What tells llama.cpp's files apart, and which parts a file of a model has.
+
+A file does not say what it consists of: whether a second part follows, or whether there is V, only
+the model tells. So a file is read with the memory of the model at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvcellar.errors import NotSupported
+from kvcellar.memory import MemorySpec, StateLayer
+from kvcellar.types import ByteArray, KVType, LayerSpec
+
+Kind: TypeAlias = Literal["sequence", "session", "buffer"]
+"""One sequence in a file, a whole context in a file, or one sequence as its own bytes in memory."""
+
+Generation: TypeAlias = Literal["2025-01", "2026-10"]
+"""How what follows the tokens is laid out, by a month in which llama.cpp wrote it."""
+
+MAGIC: dict[Kind, int] = {"sequence": 0x67677371, "session": 0x6767736E, "buffer": 0xAF143CD8}
+VERSION: dict[Generation, dict[Kind, int]] = {
+    "2025-01": {"sequence": 2, "session": 9},
+    "2026-10": {"sequence": 3, "session": 10},
+}
+F32_ID = 0
+"""ggml's number of the type of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """One cache of K and V in a file: where its layers are kept, as pairs of group and layer."""
+
+    layers: tuple[tuple[int, int], ...]
+    has_v: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileShape:
+    """The parts of a file, in their order; states come last.
+
+    ``n_layer`` is the number of layers of the model, which the part of the states repeats.
+    """
+
+    parts: tuple[PartShape, ...]
+    states: tuple[StateLayer, ...] | None
+    n_layer: int
+
+
+def file_shape(spec: MemorySpec, generation: Generation) -> FileShape:
+    """The parts that a file has for a model of that memory.
+
+    Raises:
+        NotSupported: llama.cpp had no such files, or we do not know how they looked.
+    """
+    if generation == "2025-01":
+        _require_plain(spec)
+        layers = tuple((at.group, at.index) for at in spec.places)
+        return FileShape((PartShape(layers),), None, len(layers))
+    states = None if spec.states is None else spec.states.layers
+    return FileShape(_by_window(spec), states, len(spec.places))
+
+
+def _require_plain(spec: MemorySpec) -> None:
+    """See that a model attends in every layer and keeps V."""
+    if spec.states is not None:
+        raise NotSupported("states in llama.cpp's files of 2025-01: take a file of 2026-10")
+    if any(layer.v_offset is not None for group in spec.groups for layer in group.layers):
+        raise NotSupported(
+            "llama.cpp of 2025-01 did not keep latent K and V: take a file of 2026-10"
+        )
+
+
+def _by_window(spec: MemorySpec) -> tuple[PartShape, ...]:
+    """Layers that see everything, then those with a window; the first of both may be empty."""
+    windows = [group.window for group in spec.groups]
+    if len([window for window in windows if window]) > 1:
+        raise NotSupported(f"windows of several sizes ({windows}): llama.cpp has only one")
+    shapes = [
+        PartShape(
+            tuple((number, i) for i in range(len(group.layers))),
+            all(layer.v_offset is None for layer in group.layers),
+        )
+        for number, group in enumerate(spec.groups)
+    ]
+    return (PartShape(()), *shapes) if windows and windows[0] else tuple(shapes)
+
+
+def latent_last(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
+    """K rows of llama.cpp as ours are: of latent attention, it has what is rotated behind."""
+    n_bytes = kind.row_bytes(layer.v_offset or 0)
+    return np.roll(rows, n_bytes, axis=1) if n_bytes else rows
+
+
+def latent_first(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
+    """The inverse of :func:`latent_last`."""
+    n_bytes = kind.row_bytes(layer.v_offset or 0)
+    return np.roll(rows, -n_bytes, axis=1) if n_bytes else rows
