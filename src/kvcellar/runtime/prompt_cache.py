@@ -133,7 +133,8 @@ class PromptCache:
                 except StoreError as error:
                     failed = error
             try:
-                pieces = self._compute(sequence, new[reuse.n_reused :], text, taken)
+                most = sequence.context.n_ubatch if on_piece else max(1, len(new))
+                pieces = self._compute(sequence, new[reuse.n_reused :], text, taken, most)
                 for n_done in chain((reuse.n_reused,), pieces):
                     if on_piece is not None:
                         on_piece(n_done)
@@ -236,12 +237,12 @@ class PromptCache:
     # -- storing
 
     def _compute(
-        self, sequence: Sequence, rest: list[int], text: Blocks, taken: dict[int, bytes]
+        self, sequence: Sequence, rest: list[int], text: Blocks, taken: dict[int, bytes], most: int
     ) -> Iterator[int]:
         """Compute tokens, tell of each piece; take out blocks of states and windows as they end."""
         size, plain = self.block_size, is_plain(sequence.context.cache)
         while True:
-            n = sequence.context.n_ubatch if plain else size - len(sequence) % size
+            n = most if plain else size - len(sequence) % size
             sequence.append(piece := rest[:n])
             i = len(sequence) // size - 1
             if not plain and len(sequence) % size == 0 and i < len(text.keys):
