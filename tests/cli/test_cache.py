@@ -230,7 +230,7 @@ def test_a_file_that_is_damaged_or_something_else(
     for content, message in (
         ((filled_once / "chat.kv").read_bytes()[:-1] + b"?", "is damaged"),
         (b"nothing of ours", "cannot read"),
-        (b"qsgg\x03\0\0\0", "llama.cpp"),
+        (b"qsgg\x03\0\0\0", "--model"),
     ):
         path.write_bytes(content)
         result = invoke("cache", "inspect", path)

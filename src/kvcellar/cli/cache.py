@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +41,9 @@ WhereOrFile = Annotated[
 Key = Annotated[str, typer.Argument(metavar="KEY", help="A key, or how it begins.")]
 MaybeKey = Annotated[str | None, typer.Argument(metavar="[KEY]", help="Which entry of a cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+OfModel = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="Whose file of llama.cpp it is.")
+]
 Sort = Annotated[Order, typer.Option("--sort", help="What comes first: the latest or largest.")]
 MaxBytes = Annotated[
     str | None, typer.Option("--max-bytes", metavar="SIZE", help="Keep so much: 500M, 20G.")
@@ -75,11 +77,15 @@ def list_(where: Where, as_json: AsJson = False, sort: Sort = Order.USED) -> Non
 
 
 @app.command()
-def inspect(where: WhereOrFile, key: MaybeKey = None, as_json: AsJson = False) -> None:
-    """Read one entry, or a file that Sequence.save or Context.save wrote, and say what it is."""
+def inspect(
+    where: WhereOrFile, key: MaybeKey = None, as_json: AsJson = False, model: OfModel = None
+) -> None:
+    """Read one entry, or a file that Sequence.save or Context.save wrote, and say what it is.
+
+    State files of llama.cpp too; these need --model, because they do not say how they go on.
+    """
     from kvcellar.cli.inspect_entry import inspect_entry
-    from kvcellar.cli.snapshot_facts import facts_of_file
-    from kvcellar.cli.snapshot_view import facts_table
+    from kvcellar.cli.inspect_file import inspect_file
 
     if key is not None:
         inspect_entry(where, key, as_json=as_json)
@@ -90,11 +96,7 @@ def inspect(where: WhereOrFile, key: MaybeKey = None, as_json: AsJson = False) -
             f"{_shown(where)} is no file: name one, or a cache and a KEY that kvcellar cache list "
             "shows"
         )
-    facts = facts_of_file(path)
-    if as_json:
-        _print_json({"file": str(path), "n_bytes": path.stat().st_size, **asdict(facts)})
-    else:
-        show(console_for(sys.stdout), facts_table(path.name, facts))
+    inspect_file(path, model, as_json=as_json)
 
 
 @app.command()

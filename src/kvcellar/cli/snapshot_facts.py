@@ -16,8 +16,6 @@ from kvcellar.snapshot.native import VERSION, understand
 from kvcellar.snapshot.saved import Snapshot
 from kvcellar.snapshot.stores.base import Buffer
 
-_LLAMA_MAGIC = (b"qsgg", b"nsgg")
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceFacts:
@@ -70,16 +68,6 @@ def facts_of_file(path: Path) -> SnapshotFacts:
         SnapshotFileError: it cannot be read, is no snapshot, or is damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(4)
-    except OSError as error:
-        raise SnapshotFileError(f"cannot read {path}: {error}") from error
-    if start in _LLAMA_MAGIC:
-        # Which parts follow only a model tells, so these need one beside them.
-        raise SnapshotFileError(
-            f"{path} is a state file of llama.cpp: it can only be read with its model"
-        )
     snapshot = understand(read_file(path))
     return _facts(snapshot, str(read_description(path).get("kvcellar", "unknown")))
 

@@ -36,7 +36,7 @@ def facts_table(title: str, facts: SnapshotFacts) -> Table:
     if facts.bytes_logits:
         rows.append(("logits", human_bytes(facts.bytes_logits)))
     rows += [(f"note: {name}", str(content)) for name, content in facts.note.items()]
-    return _two_columns(title, rows)
+    return two_columns(title, rows)
 
 
 def entry_table(title: str, block: Block, now: float) -> Table:
@@ -50,7 +50,7 @@ def entry_table(title: str, block: Block, now: float) -> Table:
     if block.tokens:
         rows.append(("tokens", f"{block.start} to {block.end - 1} of their text"))
         rows.append(("follows", block.parent if block.start else "nothing: it begins the text"))
-    return _two_columns(title, rows)
+    return two_columns(title, rows)
 
 
 def _sequence(one: SequenceFacts) -> str:
@@ -66,7 +66,8 @@ def _sequence(one: SequenceFacts) -> str:
     )
 
 
-def _two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Names and values below each other."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, title=harmless(title), title_justify="left")

@@ -15,12 +15,10 @@ and V are those of the tokens; so it has to come from somebody whose results one
 from __future__ import annotations
 
 import json
-import os
 import struct
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 import xxhash
 
 from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
+from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.block_checks import check_block
 from kvcellar.snapshot.stores.base import Buffer, Entry, Note, Store
 from kvcellar.snapshot.stores.contents import check_key, encode_note
@@ -74,20 +73,9 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
         SnapshotFileError: one is damaged or gone, or the file cannot be written; then what was
             there is as it was.
     """
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        _write(store, blocks, temporary)
-        os.replace(temporary, path)  # noqa: PTH105
-        temporary = None
-        return path.stat().st_size
-    except OSError as error:
-        raise SnapshotFileError(f"cannot write {path}: {error}") from error
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
+    with replacing(path) as beside:
+        _write(store, blocks, beside)
+    return path.stat().st_size
 
 
 def import_blocks(store: Store, path: Path) -> Imported:
@@ -127,7 +115,7 @@ def _put(store: Store, item: _Item, value: Buffer, so_far: str) -> None:
 # -- writing
 
 
-def _write(store: Store, blocks: Sequence[Entry], path: str) -> None:
+def _write(store: Store, blocks: Sequence[Entry], path: Path) -> None:
     about: list[dict[str, Any]] = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for i, block in enumerate(blocks):
