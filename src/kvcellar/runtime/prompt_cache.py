@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.absence import Absence, explain, mark, note_of
 from kvcellar.snapshot.compression import pack
 from kvcellar.snapshot.conversion import converted
+from kvcellar.snapshot.saved import SavedText
 from kvcellar.snapshot.stores.base import Store
 from kvcellar.types import KVType
 
@@ -180,6 +181,7 @@ class PromptCache:
             snapshot = text.whole(pieces)
             groups = context.memory_spec.groups
             snapshot = converted(snapshot, groups, context.model.convert_rows)
+            snapshot = replace(snapshot, texts=(SavedText(),))  # ``rounded`` says it instead
             put_into(context, snapshot, [sequence], LoadOptions())
             sequence.rounded = text.rounded
         return Reuse(len(text.tokens), len(sequence), why)
