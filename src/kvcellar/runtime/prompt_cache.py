@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,8 +33,6 @@ from kvcellar.runtime.saving import SaveOptions
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.absence import Absence, explain, mark, note_of
 from kvcellar.snapshot.compression import pack
-from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.saved import SavedText
 from kvcellar.snapshot.stores.base import Store
 from kvcellar.types import KVType
 
@@ -177,12 +175,7 @@ class PromptCache:
         sequence.rounded = ""
         pieces, why = self._find(text)
         if pieces:
-            context = sequence.context
-            snapshot = text.whole(pieces)
-            groups = context.memory_spec.groups
-            snapshot = converted(snapshot, groups, context.model.convert_rows)
-            snapshot = replace(snapshot, texts=(SavedText(),))  # ``rounded`` says it instead
-            put_into(context, snapshot, [sequence], LoadOptions())
+            put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
             sequence.rounded = text.rounded
         return Reuse(len(text.tokens), len(sequence), why)
 
