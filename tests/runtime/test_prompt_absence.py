@@ -242,6 +242,18 @@ def test_damaged_blocks_are_dropped_computed_and_stored_again(shared: Path, arch
             sequence.close()
 
 
+def test_a_block_of_another_text_is_not_believed(
+    context: Context, prompts: PromptCache, store: MemoryStore
+) -> None:
+    """Sound by itself, and at the right place, but under the wrong key."""
+    for tokens in (TOKENS, text(7, 70)):
+        append(prompts, context, tokens)
+    second, other = (key for key in keys(store) if store._held[key][1].note["start"] == 16)
+    store._held[second] = store._held[other]
+    causes = [why(prompts, context, tokens) for tokens in (TOKENS, text(7, 70))]
+    assert sorted(causes) == [("damaged", 16), ("no whole block", 64)]
+
+
 def spoil(store: MemoryStore, key: str) -> None:
     """Flip a bit, cut, empty, or exchange a value for that of another block."""
     value, entry = store._held[key]

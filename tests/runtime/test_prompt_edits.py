@@ -89,6 +89,13 @@ def _load_other_types(sequence: Sequence, folder: Path) -> None:
     sequence.trim(len(sequence)).load(folder / "small", convert=True)
 
 
+def _load_into_other_types(sequence: Sequence, folder: Path) -> None:
+    """Saved in the types that the cache has, but computed in others."""
+    with sequence.context.model.context(n_ctx=128) as f16:
+        f16.sequence(TOKENS).save(folder / "file", type_k="f32", type_v="f32")
+    sequence.trim(len(sequence)).load(folder / "file")
+
+
 def _decode_embeddings(sequence: Sequence, _: Path) -> None:
     n_embd = sequence.context.model.spec.n_embd
     sequence.trim(20)
@@ -106,6 +113,7 @@ EDITS: list[tuple[Edit, int]] = [
     (_load_elsewhere, 0),
     (_load_the_end, 0),
     (_load_other_types, 0),
+    (_load_into_other_types, 0),
     (_decode_embeddings, 50),
 ]
 

@@ -103,8 +103,8 @@ def test_an_interrupted_prompt_is_not_there_but_what_was_computed_is_stored(
         with pytest.raises(KeyboardInterrupt):
             prompts.append(sequence, TOKENS)
     assert (len(sequence), context.cache.used) == (0, 0)
-    n_stored = 0 if "llama" in str(context.model.path) else 32
-    assert n_reused(prompts, context, TOKENS) == n_stored
+    n_stored = n_reused(prompts, context, TOKENS)
+    assert n_stored == 32 or ("llama" in str(context.model.path) and n_stored == 0)
     assert prompts.append(sequence, TOKENS).n_reused == n_stored
     assert nmse(sequence.logits, fresh(context, TOKENS)) < SAME
 

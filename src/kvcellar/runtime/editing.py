@@ -66,6 +66,8 @@ class EditableText:
             OptionError: it is negative or more than there are.
         """
         size = len(self)
+        if n_tokens == size:
+            self.rounded = ""
         if not 0 <= n_tokens <= size:
             raise OptionError(f"trim({n_tokens}): the sequence has {size} tokens")
         if n_tokens == 0:
@@ -73,8 +75,6 @@ class EditableText:
         n_left, n_held = size - n_tokens, len(self._held)
         if self._tainted is not None and n_left <= self._tainted:
             self._tainted = None
-        if n_left == 0:
-            self.rounded = ""
         if n_left < n_held:
             self._waiting = self._held.go_back(n_left)
             self._logits = None

@@ -103,11 +103,7 @@ def put_into(
         CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
     check_same(snapshot.fingerprint, context.fingerprint, row_types=not options.convert)
-    as_stored = snapshot
     snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
-    if snapshot is not as_stored:  # what other types have lost does not come back
-        known = tuple(replace(one, tainted=0) for one in snapshot.texts)
-        snapshot = replace(snapshot, texts=known)
     _check_tokens(snapshot, context.model.spec.n_vocab)
     content, saved = snapshot.content, snapshot.texts
     n_dropped = 0

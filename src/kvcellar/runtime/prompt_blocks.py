@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvcellar.memory import StateSpec
 from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
 from kvcellar.snapshot.absence import Wanted
 from kvcellar.snapshot.container import from_bytes, to_bytes
+from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import Plain, digest
 from kvcellar.snapshot.keys import block_keys, root_key
 from kvcellar.snapshot.native import describe, understand
@@ -103,9 +105,15 @@ class Blocks:
         return content
 
     def whole(self, pieces: Sequence[CacheContent]) -> Snapshot:
-        """The snapshot of a text that blocks from the first one on make up."""
-        joined = join(pieces, _windows(self._context.cache))
-        return Snapshot(self._fingerprint, joined, (SavedText(),))
+        """The snapshot of a text that blocks from the first one on make up, in the context's types.
+
+        It is not tainted by those that it was stored in: ``rounded`` tells of them.
+        """
+        context = self._context
+        joined = join(pieces, _windows(context.cache))
+        snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
+        snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
+        return replace(snapshot, texts=(SavedText(),))
 
     def _tokens_of(self, i: int) -> list[int]:
         return self.tokens[i * self._size : (i + 1) * self._size]

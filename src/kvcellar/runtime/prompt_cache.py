@@ -35,7 +35,6 @@ from kvcellar.runtime.saving import SaveOptions
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.absence import Absence, explain, mark, note_of
 from kvcellar.snapshot.compression import pack
-from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.stores.base import Store
 from kvcellar.types import KVType
 
@@ -189,11 +188,7 @@ class PromptCache:
         sequence.rounded = ""
         pieces, why = self._find(text)
         if pieces:
-            context = sequence.context
-            snapshot = text.whole(pieces)
-            groups = context.memory_spec.groups
-            snapshot = converted(snapshot, groups, context.model.convert_rows)
-            put_into(context, snapshot, [sequence], LoadOptions())
+            put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
             sequence.rounded = text.rounded
         return Reuse(len(text.tokens), len(sequence), why)
 
