@@ -15,7 +15,7 @@ from tests.cli.helpers import Invoke, Start
 def test_help_names_every_command(invoke: Invoke) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("run", "chat", "info", "tour"):
+    for command in ("run", "chat", "info", "tour", "cache"):
         assert command in result.stdout
 
 
@@ -26,12 +26,27 @@ def test_every_command_has_help(invoke: Invoke, command: str) -> None:
     assert "MODEL" in result.stdout
 
 
+def test_what_looks_after_caches_has_help(invoke: Invoke) -> None:
+    result = invoke("cache")
+    for command in ("list", "inspect", "verify", "gc", "export", "import"):
+        assert command in result.output
+        assert "DIR_" in invoke("cache", command, "--help").stdout
+
+
 def test_version(invoke: Invoke) -> None:
     assert invoke("--version").stdout == f"kvcellar {__version__}\n"
 
 
 @pytest.mark.parametrize(
-    "args", [("nonsense",), ("run",), ("info", "x", "--nonsense"), ("run", "x", "-n", "y")]
+    "args",
+    [
+        ("nonsense",),
+        ("run",),
+        ("info", "x", "--nonsense"),
+        ("run", "x", "-n", "y"),
+        ("cache", "nonsense"),
+        ("cache", "list", "x", "--sort", "y"),
+    ],
 )
 def test_a_wrong_command_line_is_2(invoke: Invoke, args: tuple[str, ...]) -> None:
     result = invoke(*args)

@@ -12,6 +12,7 @@ import typer
 
 from kvcellar.cli import options as o
 from kvcellar.cli.conversation import Conversation
+from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.repl import Repl
 
 
@@ -34,6 +35,9 @@ def chat(
     type_v: o.TypeV = "f16",
     threads: o.Threads = None,
     n_ubatch: o.NUbatch = 512,
+    prompt_cache: o.PromptCacheAt = None,
+    cache_salt: o.CacheSalt = None,
+    cache_bytes: o.CacheBytes = None,
 ) -> None:
     """Talk to a model; of each turn only what is new is computed.
 
@@ -43,12 +47,11 @@ def chat(
     sampling = o.sampling(temperature, top_k, top_p, min_p, penalties, seed)
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
-    with setup.open() as context:
-        repl = Repl(
-            Conversation(context, answering, system),
-            interactive=sys.stdin.isatty() and sys.stdout.isatty(),
-            stats=stats,
-        )
-        n_failed = repl.talk()
+    stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
+    with setup.open() as context, stored.open() as prompts:
+        talk = Conversation(context, answering, system, prompts)
+        interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        with kept(prompts, talk.sequence):
+            n_failed = Repl(talk, interactive=interactive, stats=stats).talk()
     if n_failed:
         raise typer.Exit(1)

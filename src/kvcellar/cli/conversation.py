@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcellar.cli.interrupt import Interrupt
     from kvcellar.cli.options import Answering
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Turn:
         user: the message.
         answer: the answer, or as much of it as came.
         n_kept: how many tokens of the text before it it was built on.
-        n_reused: how many of these were in the cache; a state may have to go further back.
+        n_reused: how many tokens were in the cache, or came from a prompt cache; of those kept, a
+            state may have to go further back.
         n_prompt: how many tokens the conversation had before the answer.
     """
 
@@ -47,18 +49,26 @@ class Conversation:
         context: with room for one sequence.
         answering: how to answer.
         system: the system message, if any.
+        prompts: where what was computed is stored, and looked for when a conversation begins.
 
     Raises:
         TemplateError: the model has no chat template.
         TokenizerError: it has no tokenizer.
     """
 
-    def __init__(self, context: Context, answering: Answering, system: str | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        answering: Answering,
+        system: str | None = None,
+        prompts: PromptCache | None = None,
+    ) -> None:
         self.context = context
         self.sequence = context.sequence()
         self.turns: list[Turn] = []
         self._answering = answering
         self._system = system
+        self._prompts = prompts
         chat_ids(context.model, self._messages("hello"))  # fails now, not at the first turn
 
     def ask(self, text: str, write: Callable[[str], None], interrupt: Interrupt) -> Turn:
@@ -73,7 +83,9 @@ class Conversation:
         ids = chat_ids(self.context.model, self._messages(text))
         n_kept = self._keep_prefix(ids)
         n_reused = min(n_kept, self.context.cache.seq_count(self.sequence.seq_id))
-        read_tokens(self.sequence, ids[n_kept:], self._answering.n_ubatch, interrupt)
+        n_ubatch = self._answering.n_ubatch
+        reuse = read_tokens(self.sequence, ids[n_kept:], n_ubatch, interrupt, self._prompts)
+        n_reused += 0 if reuse is None else reuse.n_reused
         pieces: list[str] = []
         try:
             for piece in self._answering.stream(self.sequence):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvcellar.cli import chat, info, run, tour
+from kvcellar.cli import cache, chat, info, run, tour
 from kvcellar.cli.console import complain
 from kvcellar.errors import KVCellarError
 
@@ -56,6 +56,7 @@ app.command()(run.run)
 app.command()(chat.chat)
 app.command()(info.info)
 app.command()(tour.tour)
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
 
 _SAMPLING, _CACHE = "Sampling", "Cache and computation"
+_PROMPTS = "Prompts computed before"
 
 ModelName = Annotated[
     str,
@@ -68,6 +69,35 @@ Threads = Annotated[
 ]
 NUbatch = Annotated[
     int, typer.Option("--n-ubatch", help="Tokens computed at once.", rich_help_panel=_CACHE)
+]
+
+
+PromptCacheAt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt-cache",
+        metavar="DIR_OR_URL",
+        help="Restore what is stored there of the prompt, and store what is computed.",
+        rich_help_panel=_PROMPTS,
+    ),
+]
+CacheSalt = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-salt",
+        metavar="TEXT",
+        help="What is stored under another salt is not found.",
+        rich_help_panel=_PROMPTS,
+    ),
+]
+CacheBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-bytes",
+        metavar="SIZE",
+        help="What a folder may take, such as 20G; what is unused for longest leaves.",
+        rich_help_panel=_PROMPTS,
+    ),
 ]
 
 

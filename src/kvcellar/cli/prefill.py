@@ -19,13 +19,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcellar.cli.interrupt import Interrupt
+    from kvcellar.runtime.prompt_cache import PromptCache, Reuse
     from kvcellar.runtime.sequence import Sequence
 
 PATIENCE = 0.8  # seconds without a bar
 
 
-def read_tokens(sequence: Sequence, ids: list[int], n_ubatch: int, interrupt: Interrupt) -> None:
-    """Append tokens to a sequence and compute them.
+def read_tokens(
+    sequence: Sequence,
+    ids: list[int],
+    n_ubatch: int,
+    interrupt: Interrupt,
+    prompts: PromptCache | None = None,
+) -> Reuse | None:
+    """Append tokens to a sequence and compute them, as far as no prompt cache has them.
+
+    Returns:
+        What the prompt cache had of them.
 
     Raises:
         BatchError: there are none.
@@ -39,6 +49,8 @@ def read_tokens(sequence: Sequence, ids: list[int], n_ubatch: int, interrupt: In
     needed, free = len(ids) + waiting, cache.n_free()
     if needed > free:
         raise CacheFull(needed, free, "use a larger --n-ctx or a shorter prompt")
+    if prompts is not None:
+        return _read_through(prompts, sequence, ids, interrupt)
     ends = range(n_ubatch - waiting, len(ids) + n_ubatch, n_ubatch) if n_ubatch > waiting else ()
     with _progress("reading the prompt", len(ids)) as advance:
         done = 0
@@ -48,6 +60,20 @@ def read_tokens(sequence: Sequence, ids: list[int], n_ubatch: int, interrupt: In
                 sequence.append(piece)
                 advance(len(piece))
                 done += len(piece)
+    return None
+
+
+def _read_through(
+    prompts: PromptCache, sequence: Sequence, ids: list[int], interrupt: Interrupt
+) -> Reuse:
+    with _progress("reading the prompt", len(ids)) as advance:
+
+        def on_piece(n: int) -> None:
+            advance(n)
+            interrupt.check()
+
+        interrupt.check()
+        return prompts.append(sequence, ids, on_piece=on_piece)
 
 
 @contextmanager

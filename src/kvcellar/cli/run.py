@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,12 +13,15 @@ from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.output import Output
 from kvcellar.cli.prefill import read_tokens
 from kvcellar.cli.profile import print_profile
+from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.prompts import chat_ids, messages_of
 from kvcellar.cli.stats import print_stats
 from kvcellar.errors import CacheFull
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.prompt_cache import PromptCache, Reuse
+    from kvcellar.runtime.sequence import Sequence
 
 PromptText = Annotated[
     str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - or absent: read stdin.")
@@ -49,6 +53,9 @@ def run(
     type_v: o.TypeV = "f16",
     threads: o.Threads = None,
     n_ubatch: o.NUbatch = 512,
+    prompt_cache: o.PromptCacheAt = None,
+    cache_salt: o.CacheSalt = None,
+    cache_bytes: o.CacheBytes = None,
 ) -> None:
     """Complete a prompt; the text goes to stdout as it is generated.
 
@@ -60,32 +67,48 @@ def run(
     text = read_prompt(prompt)
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
-    with setup.open() as context:
+    stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
+    with setup.open() as context, stored.open() as prompts:
         recorded = context.start_profile() if profile else None
         ids = _prompt_ids(context, text, system, chat or system is not None)
-        try:
-            complete(context, ids, output, answering)
-        finally:
-            output.end()
-            if stats:
-                print_stats(context, output.seconds_to_first)
-            if recorded is not None:
-                print_profile(recorded)
+        done = Completion(context.sequence())
+        with kept(prompts, done.sequence):
+            try:
+                complete(done, ids, output, answering, prompts)
+            finally:
+                output.end()
+                if stats:
+                    print_stats(context, output.seconds_to_first, done.reuse)
+                if recorded is not None:
+                    print_profile(recorded)
 
 
-def complete(context: Context, ids: list[int], output: Output, answering: o.Answering) -> None:
-    """Compute a prompt and write what follows it.
+@dataclass(slots=True)
+class Completion:
+    """A sequence, and what a prompt cache had of its prompt, once that is known."""
+
+    sequence: Sequence
+    reuse: Reuse | None = None
+
+
+def complete(
+    done: Completion,
+    ids: list[int],
+    output: Output,
+    answering: o.Answering,
+    prompts: PromptCache | None,
+) -> None:
+    """Compute a prompt, as far as it is not stored, and write what follows it.
 
     Raises:
         BatchError: the prompt is empty.
         CacheFull: no cell is left; what was generated has been written.
         KeyboardInterrupt: Ctrl-C was pressed; likewise.
     """
-    sequence = context.sequence()
     with Interrupt() as interrupt:
-        read_tokens(sequence, ids, answering.n_ubatch, interrupt)
+        done.reuse = read_tokens(done.sequence, ids, answering.n_ubatch, interrupt, prompts)
         try:
-            for piece in answering.stream(sequence):
+            for piece in answering.stream(done.sequence):
                 output.write(piece)
                 interrupt.check()
         except CacheFull as error:

@@ -8,14 +8,18 @@ from kvcellar.cli.console import human_bytes, note
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.prompt_cache import Reuse
 
 
-def print_stats(context: Context, seconds_to_first: float | None) -> None:
+def print_stats(
+    context: Context, seconds_to_first: float | None, reuse: Reuse | None = None
+) -> None:
     """Print everything about a run to stderr, a line each."""
     times, spec = context.timings, context.spec
     first = "none came" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
     used, size = map(human_bytes, _memory(context))
     rows = (
+        *(() if reuse is None else (("prompt", str(reuse)),)),
         ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
         ("decode", _rate(times.decode_tokens, times.decode_seconds)),
         ("first token", first),

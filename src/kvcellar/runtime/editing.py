@@ -24,7 +24,12 @@ T = TypeVar("T", bound="EditableText")
 
 
 class EditableText:
-    """The tokens of a sequence, and what can be done to them without computing anything."""
+    """The tokens of a sequence, and what can be done to them without computing anything.
+
+    Attributes:
+        rounded: names the types in which K and V were kept for a while, less exact than computed
+            (``prompt_cache.py``); empty: in none.
+    """
 
     def __init__(self, cache: Cache, seq_id: int, n_ctx_train: int) -> None:
         self.seq_id = seq_id
@@ -32,6 +37,7 @@ class EditableText:
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
         self._tainted: int | None = None  # see SavedText
+        self.rounded = ""
         self._n_ctx_train = n_ctx_train
         self._closed = False
 
@@ -60,6 +66,8 @@ class EditableText:
             OptionError: it is negative or more than there are.
         """
         size = len(self)
+        if n_tokens == size:
+            self.rounded = ""
         if not 0 <= n_tokens <= size:
             raise OptionError(f"trim({n_tokens}): the sequence has {size} tokens")
         if n_tokens == 0:

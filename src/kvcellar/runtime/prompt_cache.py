@@ -6,42 +6,41 @@ has in common with anything stored, by whichever process or machine; and what is
 once.
 
 States and windows are only known where a sequence stands, so :meth:`PromptCache.append` computes
-block by block where the model has any, and stores each when it ends.
+block by block where the model has any, and takes each out when it ends.
+
+A block is of no use without those before it. So blocks are read, stored and counted as used from
+the last one to the first: a store that runs out of room drops the ends of texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache
+from kvcellar.batch import Batch
 from kvcellar.cache.content import CacheContent
-from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.joining import join
-from kvcellar.cache.parts import has_states, parts_of
-from kvcellar.cache.porting import is_plain, state_get
-from kvcellar.cache.sliding import SlidingCache
-from kvcellar.errors import NotSupported, OptionError, SnapshotError
-from kvcellar.memory import StateSpec
+from kvcellar.cache.parts import has_states
+from kvcellar.cache.porting import is_plain
+from kvcellar.errors import BatchError, NotSupported, OptionError, SnapshotError, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.loading import LoadOptions, put_into
 from kvcellar.runtime.options import check_range
-from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
+from kvcellar.runtime.prompt_blocks import Blocks, clean_tokens
+from kvcellar.runtime.saving import SaveOptions
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.snapshot.absence import Absence, Cause, Wanted, explain, note_of
-from kvcellar.snapshot.container import from_bytes, to_bytes
-from kvcellar.snapshot.fingerprint import Plain, digest
-from kvcellar.snapshot.keys import block_keys, root_key
-from kvcellar.snapshot.native import describe, understand
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.absence import Absence, explain, mark, note_of
+from kvcellar.snapshot.compression import pack
 from kvcellar.snapshot.stores.base import Store
-from kvcellar.types import AnyArray, CacheSpec
+from kvcellar.types import KVType
 
-_MARK = b"kvcellar-absent:"
-_CAUSES: tuple[Cause, ...] = ("window slid", "no checkpoint")
+OnPiece: TypeAlias = Callable[[int], None]
+MAX_BLOCK = 4096
+"""Tokens of a block; they have to fit into a store's notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,13 @@ class Reuse:
 class PromptCache:
     """Restores what a store has of a text, and stores what was computed.
 
+    ::
+
+        prompts = PromptCache(open_store("~/.cache/prompts", max_bytes=20 * 2**30))
+        reuse = prompts.append(context.sequence(), "A long prompt …")
+
+    May be used by several threads and with several contexts.
+
     Args:
         store: where blocks are kept.
         block_size: how many tokens a block has. Fewer find more in common; each costs a file or a
@@ -74,6 +80,10 @@ class PromptCache:
         type_k: store K as another type than the cache's: smaller, and a little less exact.
         type_v: the same for V.
         compress: with zstd; needs ``kvcellar[zstd]``.
+
+    Raises:
+        OptionError: there is no such type, or a block size outside its range.
+        LibraryError: compression needs a library that is not installed.
     """
 
     def __init__(
@@ -82,29 +92,61 @@ class PromptCache:
         *,
         block_size: int = 128,
         cache_salt: str = "",
-        type_k: str | None = None,
-        type_v: str | None = None,
+        type_k: str | KVType | None = None,
+        type_v: str | KVType | None = None,
         compress: bool = False,
     ) -> None:
-        self.block_size = check_range("block_size", block_size, 1, 2**20)
+        self.block_size = check_range("block_size", block_size, 1, MAX_BLOCK)
         self.cache_salt = cache_salt
         self._store = store
-        self.how = SaveOptions(type_k, type_v, compress, checkpoints=False)
+        for kind in (type_k, type_v):
+            if kind is not None:
+                KVType.parse(kind)
+        if compress:
+            pack(np.empty(0, np.uint8))  # fails now rather than after a text was computed
+        self._how = SaveOptions(type_k, type_v, compress, checkpoints=False)
 
-    def append(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
+    def append(
+        self, sequence: Sequence, prompt: str | Iterable[int], *, on_piece: OnPiece | None = None
+    ) -> Reuse:
         """Add text or tokens to a sequence: restored as far as they are stored, else computed.
 
         Blocks that were not there are stored. Into a sequence that is not empty all is computed.
+        ``on_piece`` is told how many tokens were restored, then how many each computed piece had;
+        what it raises ends the append as any error does.
 
         Raises:
-            BatchError, CacheFull: as :meth:`Sequence.append`; what was restored or computed before
-                stays.
-            StoreError: the store cannot be used.
+            BatchError, CacheFull: as :meth:`Sequence.append`; the text is as it was. What had been
+                computed by then is stored nevertheless.
+            StoreError: the store cannot be read or written; the text was added nevertheless.
         """
         with sequence.context.exclusive():
-            new = sequence.to_ids(prompt)
-            reuse = Reuse(len(new), 0) if len(sequence) else self.restore(sequence, new)
-            self._compute(sequence, new[reuse.n_reused :])
+            new, n_before, failed = _ids(sequence, prompt), len(sequence), None
+            reuse, taken = Reuse(len(new), 0), dict[int, bytes]()
+            if n_before:
+                text = self._known(sequence, new)
+            else:
+                text = self._blocks(sequence.context, new)
+                try:
+                    reuse = self._restore(sequence, text)
+                except StoreError as error:
+                    failed = error
+            try:
+                most = sequence.context.n_ubatch if on_piece else max(1, len(new))
+                pieces = self._compute(sequence, new[reuse.n_reused :], text, taken, most)
+                for n_done in chain((reuse.n_reused,), pieces):
+                    if on_piece is not None:
+                        on_piece(n_done)
+            except BaseException:
+                n_held = sequence.context.cache.seq_count(sequence.seq_id)
+                n = min(n_held // self.block_size, len(text.keys))
+                with suppress(StoreError):
+                    self._put_all(text, n, self._taker(sequence, text, taken))
+                sequence.trim(len(sequence) - n_before)
+                raise
+            if failed is not None:
+                raise failed
+            self._put_all(text, len(text.keys), self._taker(sequence, text, taken))
             return reuse
 
     def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
@@ -115,19 +157,15 @@ class PromptCache:
         Raises:
             OptionError: the sequence is not empty.
             CacheFull: there is no room; the sequence is empty.
-            StoreError: the store cannot be read.
+            StoreError: the store cannot be read; the sequence is empty.
         """
-        if len(sequence):
-            raise OptionError(f"restore: sequence {sequence.seq_id} is not empty")
         with sequence.context.exclusive():
-            text = _Text(self, sequence.context, sequence.to_ids(prompt))
-            pieces, why = self._find(text)
-            if pieces:
-                self._put(sequence, text, pieces)
-            return Reuse(len(text.tokens), len(sequence), why)
+            if len(sequence):
+                raise OptionError(f"restore: sequence {sequence.seq_id} is not empty")
+            return self._restore(sequence, self._blocks(sequence.context, _ids(sequence, prompt)))
 
     def store(self, sequence: Sequence) -> int:
-        """Store what a sequence has computed, in whole blocks; returns how many there are now.
+        """Store what a sequence has computed; returns how many blocks from its start there are now.
 
         Blocks end where a sequence was edited (:attr:`Sequence.tainted`): what follows is not what
         its tokens would give. States and windows can only be stored where checkpoints are.
@@ -137,147 +175,119 @@ class PromptCache:
         """
         with sequence.context.exclusive():
             sequence.compute_waiting()
-            text = _Text(self, sequence.context, _clean(sequence))
-            for i in range(len(text.keys)):
-                if not self._store_block(sequence, text, i):
-                    return i
-            return len(text.keys)
+            text, taken = self._known(sequence, []), dict[int, bytes]()
+            n = len(text.keys)
+            if not is_plain(sequence.context.cache):
+                n = self._take_all(sequence, text, taken)
+            self._put_all(text, n, self._taker(sequence, text, taken))
+            return self._n_there(text.keys[:n])
 
     # -- restoring
 
-    def _find(self, text: _Text) -> tuple[list[CacheContent], Absence | None]:
+    def _restore(self, sequence: Sequence, text: Blocks) -> Reuse:
+        sequence.rounded = ""
+        pieces, why = self._find(text)
+        if pieces:
+            put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
+            sequence.rounded = text.rounded
+        return Reuse(len(text.tokens), len(sequence), why)
+
+    def _find(self, text: Blocks) -> tuple[list[CacheContent], Absence]:
         """The blocks of a text from its start on, and why there are no more."""
-        pieces: list[CacheContent] = []
         n_whole = max(0, len(text.tokens) - 1) // self.block_size
-        for i, key in enumerate(text.keys[:n_whole]):
-            start = i * self.block_size
-            value = self._store.get(key)
-            if value is None:
-                return pieces, explain(self._store, text.wanted(i))
-            if (cause := _marked(value)) is not None:
-                return pieces, Absence(cause, start)
-            try:
-                pieces.append(self._understood(value, text, start))
-            except SnapshotError:
+        n = self._n_there(text.keys[:n_whole])
+        why = (
+            explain(self._store, text.wanted(n))
+            if n < n_whole
+            else Absence("no whole block", n * self.block_size)
+        )
+        pieces: list[CacheContent] = []
+        for i in reversed(range(n)):
+            piece = self._read(text, i)
+            if isinstance(piece, Absence):
+                pieces.clear()
+                why = piece
+            else:
+                pieces.append(piece)
+        return pieces[::-1], why
+
+    def _read(self, text: Blocks, i: int) -> CacheContent | Absence:
+        """A block that was there a moment ago, or why it is not any more."""
+        key = text.keys[i]
+        damaged = Absence("damaged", i * self.block_size)
+        if (value := self._store.get(key)) is None:
+            gone = self._store.why_absent(key)
+            return damaged if gone == "never stored" else Absence(gone, damaged.token)
+        try:
+            return text.read(i, value)
+        except SnapshotError:
+            with suppress(StoreError):  # it may be read-only
                 self._store.delete(key)
-                return pieces, Absence("damaged", start)
-        return pieces, Absence("no whole block", n_whole * self.block_size)
+            return damaged
 
-    def _understood(
-        self, value: bytes | bytearray | memoryview, text: _Text, start: int
-    ) -> CacheContent:
-        content = understand(from_bytes(value)).content
-        check_content(content, text.specs)
-        tokens = text.tokens[start : start + self.block_size]
-        found = _tokens(content)
-        if content.start != start or (found is not None and found.tolist() != tokens):
-            raise SnapshotError("the block holds another text than its key says")
-        return content
-
-    def _put(self, sequence: Sequence, text: _Text, pieces: list[CacheContent]) -> None:
-        joined = join(pieces, _windows(sequence.context.cache))
-        snapshot = Snapshot(text.fingerprint, joined, (SavedText(),))
-        put_into(sequence.context, snapshot, [sequence], LoadOptions(convert=True))
+    def _n_there(self, keys: list[str]) -> int:
+        """How many blocks there are before the first that is not."""
+        return next((i for i, key in enumerate(keys) if not self._store.has(key)), len(keys))
 
     # -- storing
 
-    def _compute(self, sequence: Sequence, rest: list[int]) -> None:
+    def _compute(
+        self, sequence: Sequence, rest: list[int], text: Blocks, taken: dict[int, bytes], most: int
+    ) -> Iterator[int]:
+        """Compute tokens, tell of each piece; take out blocks of states and windows as they end."""
+        size, plain = self.block_size, is_plain(sequence.context.cache)
+        while True:
+            n = most if plain else size - len(sequence) % size
+            sequence.append(piece := rest[:n])
+            i = len(sequence) // size - 1
+            if not plain and len(sequence) % size == 0 and i < len(text.keys):
+                taken[i] = text.take(sequence, i)
+            yield len(piece)
+            if not (rest := rest[n:]):
+                return
+
+    def _take_all(self, sequence: Sequence, text: Blocks, taken: dict[int, bytes]) -> int:
+        """Take out what the store lacks of states and windows; how many blocks that may be."""
+        for i, key in enumerate(text.keys):
+            if not self._store.has(key):
+                try:
+                    taken[i] = text.take(sequence, i)
+                except NotSupported:
+                    states = has_states(sequence.context.cache)
+                    mark(self._store, text.wanted(i), "no checkpoint" if states else "window slid")
+                    return i
+        return len(text.keys)
+
+    def _taker(
+        self, sequence: Sequence, text: Blocks, taken: dict[int, bytes]
+    ) -> Callable[[int], bytes | None]:
+        """What gives a block to be stored: the cache where it can at any time."""
         if is_plain(sequence.context.cache):
-            if rest:
-                sequence.append(rest)
-            self.store(sequence)
-            return
-        while rest:
-            n = self.block_size - len(sequence) % self.block_size
-            sequence.append(rest[:n])
-            rest = rest[n:]
-            if len(sequence) % self.block_size == 0:
-                text = _Text(self, sequence.context, _clean(sequence))
-                if len(text.tokens) == len(sequence):
-                    self._store_block(sequence, text, len(text.keys) - 1)
+            return lambda i: text.take(sequence, i)
+        return taken.get
 
-    def _store_block(self, sequence: Sequence, text: _Text, i: int) -> bool:
-        """Store a block unless it is there; False if that cannot be."""
-        key, start = text.keys[i], i * self.block_size
-        if self._store.has(key):
-            if (value := self._store.get(key)) is None or _marked(value) is None:
-                return True
-            self._store.delete(key)
-        cache, note = sequence.context.cache, note_of(text.wanted(i))
-        try:
-            ids = [sequence.seq_id]
-            content = state_get(cache, ids, start, start + self.block_size, checkpoints=False)
-        except NotSupported:
-            cause = "no checkpoint" if has_states(cache) else "window slid"
-            self._store.put(key, [_MARK + cause.encode()], note)
-            return False
-        snapshot = Snapshot(text.plain, content, (SavedText(),))
-        described = describe(stored(sequence.context, snapshot, self.how))
-        return self._store.put(key, [to_bytes(described, compress=self.how.compress)], note)
+    def _put_all(self, text: Blocks, n: int, take: Callable[[int], bytes | None]) -> None:
+        """Store those of the first n blocks that are not there; all of them count as used."""
+        for i in reversed(range(n)):
+            if not self._store.touch(text.keys[i]) and (value := take(i)) is not None:
+                self._store.put(text.keys[i], [value], note_of(text.wanted(i)))
+
+    def _known(self, sequence: Sequence, new: list[int]) -> Blocks:
+        """What may be stored of a sequence, once it goes on with new tokens."""
+        known = clean_tokens(sequence)
+        whole = [*known, *new] if len(known) == len(sequence) else known
+        text = self._blocks(sequence.context, whole)
+        may_store = sequence.rounded in ("", text.rounded)
+        return text if may_store else self._blocks(sequence.context, [])
+
+    def _blocks(self, context: Context, tokens: list[int]) -> Blocks:
+        return Blocks(context, tokens, self.block_size, self.cache_salt, self._how)
 
 
-class _Text:
-    """The tokens of a text and the keys of its blocks."""
-
-    def __init__(self, cache: PromptCache, context: Context, tokens: list[int]) -> None:
-        self.tokens = tokens
-        self.plain = context.fingerprint
-        memory = context.memory_spec
-        groups = [as_type(spec, cache.how) for spec in memory.groups]
-        self.specs: list[CacheSpec | StateSpec] = [
-            *groups,
-            *([] if memory.states is None else [memory.states]),
-        ]
-        self.fingerprint: Mapping[str, Plain] = stored_fingerprint(context, cache.how)
-        size, salt = cache.block_size, cache.cache_salt
-        # A window at full size holds more than one that slides: blocks of these cannot fill it.
-        windows: list[Plain] = list(_windows(context.cache))
-        named = digest({**self.fingerprint, "windows": windows})
-        self._root = root_key(named, size, salt)
-        self.keys = block_keys(self._root, tokens, size)
-        self._texts = block_keys(root_key("", size, salt), tokens, size)
-        self._size = size
-
-    def wanted(self, i: int) -> Wanted:
-        """A block, to be noted or explained."""
-        start = i * self._size
-        return Wanted(
-            key=self.keys[i],
-            parent=self.keys[i - 1] if i else self._root,
-            start=start,
-            tokens=self.tokens[start : start + self._size],
-            text=self._texts[i],
-            model=str(self.plain["weights"])[:16],
-        )
-
-
-def _windows(cache: Cache) -> list[int]:
-    """Of each group of K and V how many tokens it keeps; 0: all."""
-    parts = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
-    return [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
-
-
-def _clean(sequence: Sequence) -> list[int]:
-    """The tokens that have been computed and whose K and V are what their text gives."""
-    tokens, at = sequence.tokens, sequence.positions
-    n = len(tokens) if sequence.tainted is None else sequence.tainted
-    odd = np.flatnonzero(at != np.arange(len(at)))
-    unknown = np.flatnonzero(np.array(tokens) < 0)
-    return tokens[: min([n, *odd[:1].tolist(), *unknown[:1].tolist()])]
-
-
-def _tokens(content: CacheContent) -> AnyArray | None:
-    """The tokens of a block, by the part that has all of them."""
-    if content.groups:
-        return content.groups[0].tokens
-    held = None if content.states is None else content.states.held[0]
-    return None if held is None else held.tokens
-
-
-def _marked(value: bytes | bytearray | memoryview) -> Cause | None:
-    """Why there is a mark in place of a block."""
-    start = bytes(value[: len(_MARK) + 32])
-    if not start.startswith(_MARK):
-        return None
-    said = start[len(_MARK) :].decode("ascii", "replace")
-    return next((cause for cause in _CAUSES if cause == said), "damaged")
+def _ids(sequence: Sequence, prompt: str | Iterable[int]) -> list[int]:
+    """The token ids of a prompt, refused as a decode of them would be."""
+    ids = sequence.to_ids(prompt)
+    Batch.of(ids).check_model(sequence.context.model.spec.n_vocab)
+    if ids and min(ids) < 0:
+        raise BatchError(f"token {min(ids)}: ids are not negative")
+    return ids

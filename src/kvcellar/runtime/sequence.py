@@ -90,6 +90,7 @@ class Sequence(EditableText):
         child._waiting = self._waiting  # noqa: SLF001  (of the same class)
         child._logits = self._logits  # noqa: SLF001
         child._tainted = self._tainted  # noqa: SLF001
+        child.rounded = self.rounded
         return child
 
     def generate(
@@ -214,14 +215,16 @@ class Sequence(EditableText):
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
-        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted)
+        tainted = 0 if self.rounded else self._tainted
+        return SavedText(self._logits, held.grouped, held.grouped_end, tainted)
 
     @property
     def tainted(self) -> int | None:
         """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
 
         So it is behind a removal, after a context shift, or where text was loaded behind other
-        text. None: there is none. What others do to ``context.cache`` directly is not known here.
+        text or from other types of K and V. None: there is none. What others do to
+        ``context.cache`` directly is not known here.
         """
         return self._tainted
 

@@ -22,6 +22,8 @@ Cause: TypeAlias = Literal[
     "no whole block",
 ]
 
+_MARKS: tuple[Cause, ...] = ("window slid", "no checkpoint")
+
 MAX_ENTRIES = 10_000
 """How many entries are looked at for an explanation."""
 
@@ -57,7 +59,7 @@ class Wanted:
         key: its key.
         parent: that of the block before it.
         start: the token it begins with.
-        tokens: its tokens, or what there is of them at the end of a text.
+        tokens: its tokens.
         text: a key of the text up to its end that knows nothing of the model.
         model: a short name of the model.
     """
@@ -81,27 +83,55 @@ def note_of(wanted: Wanted) -> Note:
     }
 
 
+def mark(store: Store, wanted: Wanted, cause: Cause) -> None:
+    """Remember why a block could not be stored."""
+    store.put(_mark_key(wanted.key), [cause.encode()], {"absent": cause, "start": wanted.start})
+
+
+def absent_of(note: Note) -> Cause | None:
+    """Why a block could not be stored, if the note is that of such a mark."""
+    return next((cause for cause in _MARKS if cause == note.get("absent")), None)
+
+
 def explain(store: Store, wanted: Wanted) -> Absence:
-    """Why a block is not there."""
+    """Why a block is not there.
+
+    What the store remembers counts first, then what was marked. Else the notes of what is there
+    are looked at: for a text that goes on differently at the block, or for the same one of others.
+    """
     kept = store.why_absent(wanted.key)
-    if kept == "evicted":
-        return Absence("evicted", wanted.start)
-    if kept == "expired":
-        return Absence("expired", wanted.start)
-    best, cause = 0, None
+    if kept != "never stored":
+        return Absence(kept, wanted.start)
+    if (cause := _marked(store, wanted)) is not None:
+        return Absence(cause, wanted.start)
+    n_common = -1
+    other: Cause | None = None
     for entry in islice(store.entries(), MAX_ENTRIES):
         note = entry.note
-        if note.get("parent") == wanted.parent and entry.key != wanted.key:
-            best = max(best, 1 + _n_common(entry, wanted.tokens))
-        elif note.get("text") == wanted.text and entry.key != wanted.key:
-            cause = "other types" if note.get("model") == wanted.model else cause or "other model"
-    if best:
-        return Absence("diverged", wanted.start + best - 1)
-    if cause == "other types":
-        return Absence("other types", wanted.start)
-    if cause == "other model":
-        return Absence("other model", wanted.start)
+        if entry.key == wanted.key:
+            continue
+        if note.get("parent") == wanted.parent:
+            n_common = max(n_common, _n_common(entry, wanted.tokens))
+        elif note.get("text") == wanted.text:
+            same_model = note.get("model") == wanted.model
+            other = "other types" if same_model else other or "other model"
+    # A text that has nothing in common here says less than the same one of another model.
+    if other is not None and n_common < 1:
+        return Absence(other, wanted.start)
+    if n_common >= 0:
+        return Absence("diverged", wanted.start + n_common)
     return Absence("nothing stored", wanted.start)
+
+
+def _mark_key(key: str) -> str:
+    return f"{key}.absent"
+
+
+def _marked(store: Store, wanted: Wanted) -> Cause | None:
+    """Why a block could not be stored, if that was marked."""
+    value = store.get(_mark_key(wanted.key))
+    said = None if value is None else bytes(value)
+    return next((cause for cause in _MARKS if cause.encode() == said), None)
 
 
 def _n_common(entry: Entry, tokens: Sequence[int]) -> int:

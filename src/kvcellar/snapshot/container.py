@@ -68,10 +68,15 @@ def read_file(path: Path) -> Described:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description alone, with a list of the arrays under ``"arrays"``."""
+    """The description alone; its ``"arrays"`` lists the arrays, whose hashes are not compared.
+
+    ``"version"`` and ``"kvcellar"`` say what wrote it.
+    """
     try:
         with safe_open(path, "numpy") as file:
-            return _description(file.metadata())
+            metadata = file.metadata()
+        about = _description(metadata)
+        return {**about, **{name: metadata.get(name) for name in ("version", "kvcellar")}}
     except (OSError, SafetensorError) as error:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
 

@@ -108,15 +108,16 @@ class StoreConformance:
         store.close()
 
     def test_the_order_is_that_of_use(self) -> None:
-        """Getting is a use; looking whether it is there, or why not, is none."""
+        """Getting and touching are uses; looking whether it is there, or why not, is none."""
         store = self.open()
-        for key in "abcd":
+        for key in "abcde":
             store.put(key, [key.encode()])
         store.get("b")
+        assert store.touch("e")
         store.get("a")
         store.has("c")
         store.why_absent("d")
-        assert order(store) == ["c", "d", "b", "a"]
+        assert order(store) == ["c", "d", "b", "e", "a"]
         used = [entry.used for entry in store.entries()]
         assert used == sorted(used)
         assert all(entry.created <= entry.used for entry in store.entries())
@@ -134,6 +135,16 @@ class StoreConformance:
         store.put("a", [b"1"], note)
         store.put("b", [b"1"])
         assert [dict(entry.note) for entry in store.entries()] == [note, {}]
+        store.close()
+
+    def test_touching_what_is_not_there(self) -> None:
+        """It says so, and keeps nothing."""
+        store = self.open()
+        assert not store.touch("a")
+        store.put("a", [b"1"])
+        store.delete("a")
+        assert not store.touch("a")
+        assert order(store) == []
         store.close()
 
     def test_deleting(self) -> None:
@@ -163,7 +174,7 @@ class StoreConformance:
         """By name, and nothing was kept."""
         store = self.open()
         for key in BAD_KEYS:
-            for work in (store.get, store.has, store.why_absent, store.delete):
+            for work in (store.get, store.has, store.touch, store.why_absent, store.delete):
                 assert repr(key) in refusal(OptionError, partial(work, key))
             assert repr(key) in refusal(OptionError, partial(store.put, key, [b"1"]))
         assert order(store) == []
@@ -202,7 +213,7 @@ class StoreConformance:
         store.put("a", [b"1"])
         store.close()
         store.close()
-        for work in (store.get, store.has, store.why_absent, store.delete):
+        for work in (store.get, store.has, store.touch, store.why_absent, store.delete):
             refusal(ClosedError, partial(work, "a"))
         refusal(ClosedError, lambda: store.put("a", [b"1"]))
         refusal(ClosedError, lambda: list(store.entries()))

@@ -9,7 +9,7 @@ import pytest
 from kvcellar.errors import OptionError
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
-from kvcellar.snapshot.stores.opening import open_store
+from kvcellar.snapshot.stores.opening import folder_of, open_store
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.testing.store_use import refusal
 from tests.snapshot.stores.conftest import socket_of
@@ -52,8 +52,17 @@ def test_servers(redis_url: str) -> None:
         store.close()
 
 
+def test_folders_are_known_without_opening_them(tmp_path: Path) -> None:
+    assert folder_of(f"file://{tmp_path}/a%20b") == folder_of(tmp_path / "a b") == tmp_path / "a b"
+    assert folder_of("~") == Path.home()
+    assert folder_of("C:odd") == Path("C:odd")
+    for name in ("memory:", "redis://x", "unix:///x", "s3://x"):
+        assert folder_of(name) is None
+
+
 def test_what_is_unknown_is_refused(tmp_path: Path) -> None:
-    message = refusal(OptionError, lambda: open_store("s3://bucket/x"))
+    message = refusal(OptionError, lambda: open_store("s3://me:secret@bucket/x"))
+    assert "secret" not in message
     assert all(known in message for known in ("s3", "memory:", "file:", "redis://", "unix://"))
     refusal(OptionError, lambda: open_store("file://elsewhere/x"))
     assert "ttl" in refusal(OptionError, lambda: open_store("memory:", ttl=1))

@@ -283,6 +283,25 @@ def test_passwords_are_not_shown(start_redis: StartRedis) -> None:
     assert store.put("a", [VALUE])
     store.close()
     assert without_secrets("unix://me:x@/run/s.sock?password=x&db=1") == "unix:///run/s.sock"
+    for odd in ("redis://:hu/sh@host", "redis:/me:hush@host", "redis://:hu#sh@host"):
+        assert without_secrets(odd) == "redis://..."
+
+
+def test_looking_is_no_use(open_store: Open, server: RedisClient) -> None:
+    open_store(ttl_s=100).put("a", [VALUE])
+    looking = open_store(read_only=True)
+    names_before = {name: server.call("PEXPIRETIME", name) for name in names(server)}
+    before = list(looking.entries())
+    assert looking.get("a") == VALUE
+    assert looking.touch("a")
+    assert list(looking.entries()) == before
+    assert {name: server.call("PEXPIRETIME", name) for name in names(server)} == names_before
+    for work in (lambda: looking.put("b", [VALUE]), lambda: looking.delete("a")):
+        assert "read-only" in refusal(StoreError, work)
+    server.call("DEL", names(server, "piece")[0])
+    assert looking.get("a") is None
+    assert [entry.key for entry in looking.entries()] == ["a"]  # whoever may write drops it
+    assert looking.get("b") is None
 
 
 def test_a_server_that_goes_away() -> None:

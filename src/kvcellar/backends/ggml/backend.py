@@ -1,12 +1,14 @@
 """The CPU backend: its threads and how a graph is computed on them.
 
-One thread pool lives as long as the backend, so that a token costs no thread creation.
+One thread pool lives as long as the backend, so that a token costs no thread creation. The
+contexts of one model share it, with its scratch memory: graphs are computed one after the other.
 """
 
 from __future__ import annotations
 
 import ctypes as c
 import os
+import threading
 
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
 from kvcellar.backends.ggml.library import Library, load
@@ -45,6 +47,7 @@ class GgmlBackend:
         if not self._handle:
             raise LibraryError("ggml's CPU backend does not start on this processor")
         self._pool = self._start_pool()
+        self._turn = threading.Lock()
 
     def _start_pool(self) -> int | None:
         params = self.api.ggml_threadpool_params_default(self.n_threads)
@@ -54,14 +57,15 @@ class GgmlBackend:
         return pool
 
     def compute(self, graph: int) -> None:
-        """Compute an allocated graph.
+        """Compute an allocated graph; calls from several threads take turns.
 
         Raises:
             ComputeError: ggml reports a failure or an abort.
         """
-        if self._handle is None:
-            raise ClosedError("the backend is closed")
-        status = self.api.ggml_backend_graph_compute(self._handle, graph)
+        with self._turn:
+            if self._handle is None:
+                raise ClosedError("the backend is closed")
+            status = self.api.ggml_backend_graph_compute(self._handle, graph)
         if status == ABORTED:
             raise ComputeError("the computation was aborted")
         if status != SUCCESS:

@@ -60,6 +60,13 @@ class Store(Protocol):
     def has(self, key: str) -> bool:
         """Whether there is a value; does not count as a use."""
 
+    def touch(self, key: str) -> bool:
+        """Count as a use what is there, without reading it; False if there is nothing.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
     def why_absent(self, key: str) -> Absence:
         """Why there is none; stores remember a bounded number of those that they evicted."""
 

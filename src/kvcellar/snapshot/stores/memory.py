@@ -70,6 +70,10 @@ class MemoryStore:
             self._check_open()
             return check_key(key) in self._held
 
+    def touch(self, key: str) -> bool:
+        """Make it the one used last."""
+        return self._use(check_key(key)) is not None
+
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored."""
         with self._lock:

@@ -40,6 +40,15 @@ def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as th
         raise OptionError(f"options {', '.join(options)} of {scheme or 'path'}: {error}") from None
 
 
+def folder_of(where: str | os.PathLike[str]) -> Path | None:
+    """The folder that a path or ``file:`` URL names; None: it names another kind of store."""
+    name = os.fspath(where)
+    scheme = _scheme(name) if isinstance(where, str) else ""
+    if scheme not in ("", "file"):
+        return None
+    return (_path(name) if scheme else Path(name)).expanduser()
+
+
 def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
     """Each store is imported when it is opened: SQLite and redis only by those who use them."""
     if scheme == "memory":
@@ -52,7 +61,7 @@ def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
         return RedisStore(name, **options)
     if scheme not in ("", "file"):
         known = "memory:, file:, redis://, rediss://, unix:// and paths"
-        raise OptionError(f"scheme {scheme!r} of the store {name!r}: {known} are known")
+        raise OptionError(f"scheme {scheme!r} of the store: {known} are known")
     from kvcellar.snapshot.stores.disk import DiskStore
 
     return DiskStore(_path(name) if scheme else Path(name), **options)

@@ -46,6 +46,7 @@ class RedisStore:
         prefix: what all names on the server begin with.
         ttl_s: seconds that a value stays without being used; None is for good.
         piece_bytes: how large pieces are.
+        read_only: never write; a get then does not count as a use.
 
     Raises:
         OptionError: an argument is out of range.
@@ -59,11 +60,13 @@ class RedisStore:
         prefix: str = "kvcellar:",
         ttl_s: float | None = None,
         piece_bytes: int = 8 << 20,
+        read_only: bool = False,
     ) -> None:
         if ttl_s is not None and ttl_s < 0.001:
             raise OptionError(f"ttl_s {ttl_s}: give seconds above 0.001, or None")
         if not 1 <= piece_bytes <= _MAX_PIECE:
             raise OptionError(f"piece_bytes {piece_bytes}: from 1 to {_MAX_PIECE} are possible")
+        self.read_only = read_only
         self._prefix = prefix
         self._piece_bytes = piece_bytes
         ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
@@ -74,6 +77,7 @@ class RedisStore:
         """Write pieces, then the head; see :class:`~kvcellar.snapshot.stores.base.Store`."""
         check_key(key)
         pieces, text = flat(value), encode_note(note)
+        self._check_writable()
         if self._run(redis_scripts.USE, key, *self._times) is not None:
             return True
         names = self._new_names(key, sum(piece.nbytes for piece in pieces))
@@ -92,12 +96,15 @@ class RedisStore:
     def get(self, key: str) -> Buffer | None:
         """The value, checked; its time to live begins anew."""
         check_key(key)
-        while (about := self._run(redis_scripts.USE, key, *self._times)) is not None:
+        look = redis_scripts.PEEK if self.read_only else redis_scripts.USE
+        while (about := self._run(look, key, *self._times)) is not None:
             generation, n_pieces, n_bytes, digest = about
             names = _Names(self._stem(key), generation, n_pieces)
             whole = b"".join(self._fetch(names))
             if len(whole) == n_bytes and xxhash.xxh3_128_hexdigest(whole).encode() == digest:
                 return whole
+            if self.read_only:
+                return None
             self._run(redis_scripts.DROP, key, generation)
         return None
 
@@ -105,12 +112,19 @@ class RedisStore:
         """Whether there is a value with all its pieces; its time to live goes on."""
         return bool(self._run(redis_scripts.HAS, check_key(key)))
 
+    def touch(self, key: str) -> bool:
+        """Let its time to live begin anew."""
+        if self.read_only:
+            return self.has(key)
+        return self._run(redis_scripts.USE, check_key(key), *self._times) is not None
+
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored; the rest is remembered for 30 days."""
         return cast("Absence", self._run(redis_scripts.WHY, check_key(key)).decode())
 
     def delete(self, key: str) -> bool:
         """Drop a value; False if there was none."""
+        self._check_writable()
         return bool(self._run(redis_scripts.DROP, check_key(key), ""))
 
     def entries(self) -> Iterator[Entry]:
@@ -170,6 +184,10 @@ class RedisStore:
 
     def _stem(self, key: str) -> bytes:
         return f"{self._prefix}piece:{key}:".encode()
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError("the store in Redis was opened read-only: nothing can be changed")
 
     def _give_up(self, names: _Names) -> None:
         """Remove pieces of a put that came to nothing, if that can be; else they expire."""

@@ -50,13 +50,15 @@ class RedisClient:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without names, passwords and options."""
+    """A URL without names, passwords and options; nothing of one that is not escaped properly."""
     try:
         parts = urlsplit(url)
     except ValueError:
         raise OptionError("the URL of the store is none: redis://HOST:PORT/NUMBER is") from None
     if parts.scheme not in _SCHEMES:
         raise OptionError(f"scheme {parts.scheme!r} of the store: {', '.join(_SCHEMES)} are known")
+    if "@" in url.replace(parts.netloc, "", 1):
+        return f"{parts.scheme}://..."
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -69,6 +69,16 @@ return 'entered'
 )
 """Make pieces that lie there a value, unless there is one or a piece was lost."""
 
+PEEK = (
+    _PRELUDE
+    + """
+local about = redis.call('HMGET', head, 'generation', 'n_pieces', 'n_bytes', 'digest')
+if not about[1] then return false end
+return {about[1], #names(about[1], about[2]), tonumber(about[3]) or -1, about[4] or ''}
+"""
+)
+"""What there is to know for reading a value; nothing changes."""
+
 USE = (
     _PRELUDE
     + """

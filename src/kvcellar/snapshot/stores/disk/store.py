@@ -111,6 +111,10 @@ class DiskStore:
         row = self._row(check_key(key))
         return row is not None and self._is_there(row.name)
 
+    def touch(self, key: str) -> bool:
+        """Make it the one used last; it is not looked into."""
+        return self.has(key) and self._use(key)
+
     def why_absent(self, key: str) -> Absence:
         """What was deleted, or damaged, counts as never stored."""
         check_key(key)

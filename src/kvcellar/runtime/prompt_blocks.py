@@ -1,0 +1,147 @@
+"""A text in blocks, as a cache of prompts keeps it: their keys, and what one of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache
+from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content_checks import check_content
+from kvcellar.cache.joining import join
+from kvcellar.cache.parts import parts_of
+from kvcellar.cache.porting import state_get
+from kvcellar.cache.room import n_kept
+from kvcellar.cache.sliding import SlidingCache
+from kvcellar.errors import SnapshotFileError
+from kvcellar.memory import StateSpec
+from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
+from kvcellar.snapshot.absence import Wanted
+from kvcellar.snapshot.container import from_bytes, to_bytes
+from kvcellar.snapshot.conversion import converted
+from kvcellar.snapshot.fingerprint import Plain, digest
+from kvcellar.snapshot.keys import block_keys, root_key
+from kvcellar.snapshot.native import describe, understand
+from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.stores.base import Buffer
+from kvcellar.types import AnyArray, CacheSpec
+
+if TYPE_CHECKING:
+    from kvcellar.runtime.context import Context
+    from kvcellar.runtime.sequence import Sequence as Text
+
+
+class Blocks:
+    """The whole blocks of a text that a context computes, or could.
+
+    Attributes:
+        tokens: the text.
+        keys: of each whole block its key; the one after the last is not there yet.
+        rounded: names the types in which K and V are stored, if the context's are others; else "".
+    """
+
+    def __init__(
+        self, context: Context, tokens: list[int], size: int, cache_salt: str, how: SaveOptions
+    ) -> None:
+        self.tokens = tokens
+        self._context, self._size, self._how = context, size, how
+        self._fingerprint = stored_fingerprint(context, how)
+        stored_as = digest(self._fingerprint)
+        self.rounded = "" if stored_as == digest(context.fingerprint) else stored_as
+        # Of a block longer than its window, a cache that slides has not all rows; one that keeps
+        # everything cannot be filled by it. Shorter ones are the same wherever they come from.
+        missing: list[Plain] = [
+            window if window and n_kept(window) < size else 0 for window in _windows(context.cache)
+        ]
+        self._is_complete = not any(missing)
+        named = digest({**self._fingerprint, "windows": missing})
+        self._root = root_key(named, size, cache_salt)
+        self.keys = block_keys(self._root, tokens, size)
+        self._texts = block_keys(root_key("", size, cache_salt), tokens, size)
+
+    def wanted(self, i: int) -> Wanted:
+        """A block, to be noted or explained."""
+        return Wanted(
+            key=self.keys[i],
+            parent=self.keys[i - 1] if i else self._root,
+            start=i * self._size,
+            tokens=self._tokens_of(i),
+            text=self._texts[i],
+            model=str(self._fingerprint["weights"])[:16],
+        )
+
+    def take(self, sequence: Text, i: int) -> bytes:
+        """What a sequence that holds the text has of a block.
+
+        Raises:
+            NotSupported: the cache has states or windows, and kept none where the block ends.
+        """
+        context, start = self._context, i * self._size
+        ids = [sequence.seq_id]
+        content = state_get(context.cache, ids, start, start + self._size, checkpoints=False)
+        snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
+        described = describe(stored(context, snapshot, self._how))
+        return to_bytes(described, compress=self._how.compress)
+
+    def read(self, i: int, value: Buffer) -> CacheContent:
+        """What :meth:`take` returned, in the types that it was stored in.
+
+        Raises:
+            SnapshotError: it is damaged, or not that block.
+        """
+        content = understand(from_bytes(value)).content
+        check_content(content, self._specs())
+        found = _tokens(content)
+        same = found is None or found.tolist() == self._tokens_of(i)
+        if content.n_seqs != 1 or content.start != i * self._size or not same:
+            raise SnapshotFileError("the block holds another text than its key says")
+        slid = any(one.shape[1] for group in content.groups for one in group.slid)
+        if slid and self._is_complete:
+            raise SnapshotFileError("the block lacks rows that it should have")
+        return content
+
+    def whole(self, pieces: Sequence[CacheContent]) -> Snapshot:
+        """The snapshot of a text that blocks from the first one on make up, in the context's types.
+
+        It is not tainted by those that it was stored in: ``rounded`` tells of them.
+        """
+        context = self._context
+        joined = join(pieces, _windows(context.cache))
+        snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
+        snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
+        return replace(snapshot, texts=(SavedText(),))
+
+    def _tokens_of(self, i: int) -> list[int]:
+        return self.tokens[i * self._size : (i + 1) * self._size]
+
+    def _specs(self) -> list[CacheSpec | StateSpec]:
+        memory = self._context.memory_spec
+        groups = [as_type(spec, self._how) for spec in memory.groups]
+        return [*groups, *([] if memory.states is None else [memory.states])]
+
+
+def clean_tokens(sequence: Text) -> list[int]:
+    """The tokens up to the first whose K and V are not what its text gives."""
+    tokens, at = sequence.tokens, sequence.positions
+    n = len(tokens) if sequence.tainted is None else sequence.tainted
+    odd = np.flatnonzero(at != np.arange(len(at)))
+    unknown = np.flatnonzero(np.array(tokens) < 0)  # embeddings
+    return tokens[: min([n, *odd[:1].tolist(), *unknown[:1].tolist()])]
+
+
+def _windows(cache: Cache) -> list[int]:
+    """Of each group of K and V how many tokens it keeps; 0: all."""
+    parts = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
+    return [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
+
+
+def _tokens(content: CacheContent) -> AnyArray | None:
+    """The tokens of a block, by the part that has all of them."""
+    if content.groups:
+        return content.groups[0].tokens
+    held = None if content.states is None else content.states.held[0]
+    return None if held is None else held.tokens

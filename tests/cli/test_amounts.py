@@ -1,0 +1,53 @@
+"""Sizes and ages, as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcellar.cli.amounts import human_age, parse_age, parse_size
+from kvcellar.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ("0", 0),
+        ("1234", 1234),
+        ("20G", 20 * 2**30),
+        ("20 GiB", 20 * 2**30),
+        ("500mb", 500 * 2**20),
+        ("1.5k", 1536),
+        (" 2T ", 2 * 2**40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, n: int) -> None:
+    assert parse_size(text, "--x") == n
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "20X", "1,5G", "nan", "20 G G", "²"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--cache-bytes .*20G"):
+        parse_size(text, "--cache-bytes")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("7d", 604800), ("2W", 1209600), ("0d", 0)],
+)
+def test_ages(text: str, seconds: float) -> None:
+    assert parse_age(text, "--x") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7y", "7 days", "1d12h"])
+def test_what_is_no_age_is_named(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--older-than .*7d"):
+        parse_age(text, "--older-than")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (90000, "1 d"), (1e7, "116 d")],
+)
+def test_how_long_ago(seconds: float, text: str) -> None:
+    assert human_age(seconds) == text

@@ -1,0 +1,395 @@
+"""``kvcellar cache``: what is stored is told, checked, cleaned, moved; looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcellar.runtime.model import Model
+from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.absence import Wanted, mark
+from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.snapshot.stores.redis import RedisStore
+from tests.cli.helpers import Invoke
+from tests.snapshot.stores.conftest import running_redis
+
+TRUNK, LEFT, RIGHT = [*range(65, 81)], [*range(81, 97)], [*range(40, 48)]
+"""Two blocks that two texts begin with, and two and one that they go on with."""
+
+
+@pytest.fixture(scope="module")
+def filled_once(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of two texts, of which the second was used last; and a snapshot beside it."""
+    folder = tmp_path_factory.mktemp("filled")
+    with Model.from_gguf(talker, n_threads=1) as model, model.context(n_ctx=64) as context:
+        store = DiskStore(folder / "store")
+        prompts = PromptCache(store, block_size=8)
+        for text in (TRUNK + LEFT, TRUNK + RIGHT):
+            with context.sequence() as sequence:
+                prompts.append(sequence, text)
+                sequence.save(folder / "chat.kv")
+        store.close()
+    return folder
+
+
+@pytest.fixture
+def filled(filled_once: Path, tmp_path: Path) -> Path:
+    """A store that may be changed."""
+    return shutil.copytree(filled_once / "store", tmp_path / "store")
+
+
+@pytest.fixture
+def entries(invoke: Invoke, filled: Path) -> list[dict[str, Any]]:
+    """What is listed of it, in the order of the texts."""
+    found: list[dict[str, Any]] = listed(invoke, filled)["entries"]
+    return sorted(found, key=lambda entry: (entry["start"], entry["tokens"]))
+
+
+def listed(invoke: Invoke, where: str | Path, *args: str) -> dict[str, Any]:
+    result = invoke("cache", "list", where, "--json", *args)
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def value_file(folder: Path, key: str) -> Path:
+    (path,) = (folder / "values").rglob(f"{key}.*")
+    return path
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All values of a store; its index may be opened."""
+    return {str(path): path.read_bytes() for path in (folder / "values").rglob("*.*")}
+
+
+# --- list ---------------------------------------------------------------------------------------
+
+
+def test_machines_get_every_entry(invoke: Invoke, filled: Path) -> None:
+    found = listed(invoke, filled)
+    assert (found["store"], found["n_entries"]) == (str(filled), 5)
+    entries = found["entries"]
+    assert found["n_bytes"] == sum(entry["n_bytes"] for entry in entries) > 0
+    spans = sorted((entry["start"], entry["end"], entry["tokens"]) for entry in entries)
+    assert spans == [
+        (0, 8, TRUNK[:8]),
+        (8, 16, TRUNK[8:]),
+        (16, 24, RIGHT),
+        (16, 24, LEFT[:8]),
+        (24, 32, LEFT[8:]),
+    ]
+    by_start = {entry["start"]: entry for entry in entries}
+    assert by_start[8]["parent"] == by_start[0]["key"]
+    assert all(entry["reachable"] and len(entry["model"]) == 16 for entry in entries)
+
+
+@pytest.mark.parametrize("order", ["used", "created", "n_bytes"])
+def test_lists_are_sorted(invoke: Invoke, filled: Path, order: str) -> None:
+    entries = listed(invoke, filled, "--sort", order.removeprefix("n_"))["entries"]
+    found = [entry[order] for entry in entries]
+    assert found == sorted(found, reverse=True)
+
+
+def test_people_get_a_line_for_what_the_same_texts_share(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    result = invoke("cache", "list", filled)
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    rows = {line[0]: line for line in lines if len(line) > 8 and line[0] != "key"}
+    trunk, right, left = entries[1], entries[2], entries[4]
+    assert set(rows) == {one["key"][:8] for one in (trunk, left, right)}
+    assert [rows[one["key"][:8]][2] for one in (trunk, left, right)] == ["0-16", "16-32", "16-24"]
+    assert [rows[one["key"][:8]][-2] for one in (trunk, left, right)] == ["2", "1", "1"]
+    assert rows[left["key"][:8]][-1].startswith("81,82,")
+    assert "5 entries, " in result.stdout
+    assert "\x1b" not in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_what_cannot_be_reached_is_told(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    store = DiskStore(filled)
+    store.delete(entries[1]["key"])
+    store.close()
+    result = invoke("cache", "list", filled)
+    assert "3 of them, " in result.stdout
+    assert "gc removes them" in " ".join(result.stdout.split())
+    assert sum(entry["reachable"] for entry in listed(invoke, filled)["entries"]) == 1
+
+
+def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
+    DiskStore(tmp_path / "new").close()
+    assert invoke("cache", "list", tmp_path / "new").stdout == "0 entries, 0 bytes\n"
+    assert invoke("cache", "verify", tmp_path / "new").stdout == "0 entries, 0 bytes: all sound\n"
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "gc", "inspect", "export"])
+def test_no_store_is_made_of_a_name_that_is_mistyped(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    names: dict[str, list[str | Path]] = {"inspect": ["abcd"], "export": ["abcd", tmp_path / "o"]}
+    (tmp_path / "other").mkdir()
+    for name, message in (("absent", "does not exist"), ("other", "is no store")):
+        result = invoke("cache", command, tmp_path / name, *names.get(command, []))
+        assert result.exit_code == 1
+        assert (name in result.stderr, message in result.stderr) == (True, True)
+        assert result.stdout == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["other"]
+
+
+def test_a_password_is_never_printed(invoke: Invoke) -> None:
+    for url in ("redis://me:secret@127.0.0.1:1/0", "redis:/me:secret@x", "redis://:se/secret@x"):
+        for args in (["list"], ["verify"], ["gc"], ["inspect"], ["import"]):
+            result = invoke("cache", *args, url, *(["x"] if args == ["import"] else []))
+            assert result.exit_code == 1
+            assert "secret" not in result.output
+    assert "name a folder or a URL" in invoke("cache", "list", "memory:").stderr
+
+
+# --- inspect ------------------------------------------------------------------------------------
+
+
+def test_an_entry_by_the_start_of_its_key(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    before = listed(invoke, filled)
+    result = invoke("cache", "inspect", filled, entries[1]["key"][:8])
+    assert result.exit_code == 0, result.stderr
+    assert entries[1]["key"] in result.stdout
+    assert entries[0]["key"] in result.stdout  # which it follows
+    assert "8 to 15 of their text" in result.stdout
+    assert "8 tokens at positions 8 to 15; ids 73 74" in result.stdout
+    assert "8 cells in 2 layers; K f16 1.0 KiB, V f16 1.0 KiB" in result.stdout
+    found = json.loads(invoke("cache", "inspect", filled, entries[0]["key"], "--json").stdout)
+    assert found["tokens"] == TRUNK[:8]
+    assert found["absent"] is None
+    assert found["snapshot"]["groups"][0]["bytes_k"] == 1024
+    assert found["snapshot"]["architecture"] == "llama"
+    assert listed(invoke, filled) == before  # looking at it is no use of it
+
+
+def test_keys_that_name_nothing_or_too_much(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    absent, short = (invoke("cache", "inspect", filled, key) for key in ("zzzz", ""))
+    assert "nothing is stored under it" in absent.stderr
+    assert "too short: 5 begin with it" in short.stderr
+    assert "too short" in invoke("cache", "inspect", filled, entries[0]["key"][:3]).stderr
+
+
+def test_a_mark_in_place_of_a_block(invoke: Invoke, filled: Path) -> None:
+    store = DiskStore(filled)
+    mark(store, Wanted("marked", "parent", 8, [], "text", "model"), "no checkpoint")
+    store.close()
+    listing = invoke("cache", "list", filled).stdout
+    assert "1 of them only say why a block could not be stored" in listing
+    assert "cannot be reached" not in listing
+    assert "marked" not in listing
+    result = invoke("cache", "inspect", filled, "marked")
+    assert result.exit_code == 0
+    assert "no state was kept at token 8" in result.stdout
+    found = json.loads(invoke("cache", "inspect", filled, "marked", "--json").stdout)
+    assert (found["absent"], found["snapshot"]) == ("no checkpoint", None)
+    assert invoke("cache", "verify", filled).exit_code == 0
+
+
+def test_a_saved_file(invoke: Invoke, filled_once: Path) -> None:
+    path = filled_once / "chat.kv"
+    result = invoke("cache", "inspect", path)
+    assert result.exit_code == 0, result.stderr
+    for text in (
+        "chat.kv",
+        "version 1, written by kvcellar",
+        "24 tokens at positions 0 to 23, with logits; ids 65 66 67 68 69 70 71 72 ...",
+        "24 cells in 2 layers; K f16 3.0 KiB, V f16 3.0 KiB",
+        "checksums     hold",
+    ):
+        assert text in " ".join(result.stdout.split(" ")).replace("\n" + " " * 15, " ")
+    found = json.loads(invoke("cache", "inspect", path, "--json").stdout)
+    assert found["n_bytes"] == path.stat().st_size
+    assert found["sequences"][0]["n_tokens"] == 24
+
+
+def test_a_file_that_is_damaged_or_something_else(
+    invoke: Invoke, filled_once: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.kv"
+    for content, message in (
+        ((filled_once / "chat.kv").read_bytes()[:-1] + b"?", "is damaged"),
+        (b"nothing of ours", "cannot read"),
+        (b"qsgg\x03\0\0\0", "--model"),
+    ):
+        path.write_bytes(content)
+        result = invoke("cache", "inspect", path)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "chat.kv" in result.stderr
+        assert message in result.stderr
+    for where in (tmp_path, tmp_path / "absent"):
+        assert "is no file" in invoke("cache", "inspect", where).stderr
+
+
+# --- verify -------------------------------------------------------------------------------------
+
+
+def test_a_sound_store(invoke: Invoke, filled: Path) -> None:
+    before, files = listed(invoke, filled), tree(filled)
+    result = invoke("cache", "verify", filled)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("5 entries, ")
+    assert result.stdout.endswith(": all sound\n")
+    assert listed(invoke, filled) == before
+    assert tree(filled) == files
+
+
+def test_what_is_damaged_is_named(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    keys = [entry["key"] for entry in entries]
+    spoil(value_file(filled, keys[0]))
+    value_file(filled, keys[1]).unlink()
+    store = DiskStore(filled)
+    note = next(entry.note for entry in store.entries() if entry.key == keys[2])
+    other = store.get(keys[3])
+    assert other is not None
+    store.delete(keys[2])
+    store.put(keys[2], [other], note)  # sound, but another block
+    store.put("letter", [b"no snapshot"])
+    store.close()
+    files = tree(filled)
+    result = invoke("cache", "verify", filled)
+    assert result.exit_code == 1
+    told = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    assert told[keys[0]] == "damaged"
+    assert told[keys[1]] == "its file is gone"
+    assert "another text" in told[keys[2]]
+    assert "no snapshot" in told["letter"]
+    assert result.stdout.rstrip().endswith("4 damaged")
+    assert keys[4] not in result.stdout
+    assert tree(filled) == files  # they are dropped when they are asked for, not now
+
+
+# --- gc -----------------------------------------------------------------------------------------
+
+
+def test_a_budget_takes_the_end_of_what_was_not_used(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    size = str(sum(entry["n_bytes"] for entry in entries) - 1)
+    planned = invoke("cache", "gc", filled, "--max-bytes", size, "--dry-run")
+    assert planned.stdout.startswith("would remove 1 entries to get within the size")
+    assert "4 entries, " in planned.stdout
+    assert listed(invoke, filled)["n_entries"] == 5
+    done = invoke("cache", "gc", filled, "--max-bytes", size)
+    assert done.stdout == planned.stdout.replace("would remove", "removed")
+    left = {entry["key"] for entry in listed(invoke, filled)["entries"]}
+    assert left == {entry["key"] for entry in entries[:4]}
+    assert len(tree(filled)) == 4
+
+
+def test_what_nobody_used_goes(invoke: Invoke, filled: Path) -> None:
+    assert "no entry has to go" in invoke("cache", "gc", filled, "--older-than", "1d").stdout
+    result = invoke("cache", "gc", filled, "--older-than", "0s")
+    assert "removed 5 entries that nobody used for so long" in result.stdout
+    assert result.stdout.endswith("0 entries, 0 bytes are left\n")
+    assert tree(filled) == {}
+
+
+def test_what_is_of_no_use_goes(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
+) -> None:
+    value_file(filled, entries[3]["key"]).unlink()
+    result = invoke("cache", "gc", filled)
+    assert result.exit_code == 0
+    assert "removed 1 files and entries that lacked each other" in result.stdout
+    assert "removed 1 entries that lack a block before them" in result.stdout
+    assert "3 entries, " in result.stdout
+
+
+@pytest.mark.parametrize("args", [("--max-bytes", "20X"), ("--older-than", "7")])
+def test_odd_amounts_are_named(invoke: Invoke, filled: Path, args: tuple[str, str]) -> None:
+    result = invoke("cache", "gc", filled, *args)
+    assert result.exit_code == 1
+    assert f"error: {args[0]} '{args[1]}'" in result.stderr
+
+
+# --- export and import --------------------------------------------------------------------------
+
+
+def test_a_text_goes_to_another_store(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    out, other = tmp_path / "text.zip", tmp_path / "other"
+    done = invoke("cache", "export", filled, entries[4]["key"][:8], out)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("4 blocks, 32 tokens: ")
+    first, again = (invoke("cache", "import", other, out) for _ in range(2))
+    assert first.stdout.startswith(f"{out}: 4 blocks, ")
+    assert again.stdout == f"{out}: 0 blocks, 0 bytes; 4 were there\n"
+    keep = {entry["key"]: entry["tokens"] for entry in listed(invoke, other)["entries"]}
+    assert keep == {entries[i]["key"]: entries[i]["tokens"] for i in (0, 1, 3, 4)}
+    assert invoke("cache", "verify", other).exit_code == 0
+    out.write_bytes(out.read_bytes()[:-1])
+    result = invoke("cache", "import", tmp_path / "third", out)
+    assert result.exit_code == 1
+    assert "text.zip" in result.stderr
+
+
+def test_a_text_without_its_start_is_not_exported(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    value_file(filled, entries[0]["key"]).unlink()
+    result = invoke("cache", "export", filled, entries[4]["key"], tmp_path / "out")
+    assert result.exit_code == 1
+    assert "a block before it is not there" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# --- a server -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A URL with a password."""
+    with running_redis("--requirepass", "secret") as url:
+        yield url.replace("redis://", "redis://:secret@")
+
+
+def test_a_server_is_looked_after_as_well(
+    invoke: Invoke, filled: Path, tmp_path: Path, server: str, entries: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "text.zip"
+    invoke("cache", "export", filled, entries[4]["key"], out)
+    assert invoke("cache", "import", server, out).exit_code == 0
+    store = RedisStore(server, ttl_s=1000)
+    assert store.get(entries[0]["key"]) is not None  # now it has a time to live
+    before = listed(invoke, server)
+    assert before["n_entries"] == 4
+    results = [
+        invoke("cache", "list", server),
+        invoke("cache", "verify", server),
+        invoke("cache", "inspect", server, entries[0]["key"]),
+        invoke("cache", "export", server, entries[1]["key"], tmp_path / "again.zip"),
+        invoke("cache", "gc", server),
+    ]
+    assert [result.exit_code for result in results] == [0] * 5
+    assert "server's maxmemory" in results[-1].stdout
+    refused = invoke("cache", "gc", server, "--max-bytes", "1G")
+    assert refused.exit_code == 1
+    assert "maxmemory-policy allkeys-lru" in refused.stderr
+    assert listed(invoke, server) == before  # nothing of it counted as a use
+    store.close()
+    told = "".join(result.output for result in [*results, refused]) + before["store"]
+    assert "secret" not in told
