@@ -16,6 +16,8 @@ from kvcellar.batch import Batch
 from kvcellar.errors import CacheFull, ClosedError, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.absence import Absence
+from kvcellar.snapshot.stores.base import Buffer
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
@@ -178,6 +180,26 @@ def test_a_failure_to_compute_is_not_hidden_by_one_to_store(shared: Path, arch: 
         with failing(store, "put", "touch"), pytest.raises(CacheFull):
             prompts.append(sequence, text(4, 600))
         assert sequence.tokens == TOKENS[:10]
+
+
+class ForgetfulStore(MemoryStore):
+    """Evicts what it has just said to be there."""
+
+    def get(self, key: str) -> Buffer | None:
+        entry = self._held.get(key)
+        if entry is not None and entry[1].note.get("start") == 32:
+            self._evicted[key] = None
+            del self._held[key]
+        return super().get(key)
+
+
+def test_a_block_that_leaves_while_others_are_read(llama: Context) -> None:
+    """As another process may do; what is before it is used."""
+    prompts = PromptCache(ForgetfulStore(), block_size=BLOCK)
+    append(prompts, llama, TOKENS)
+    reuse, logits, _ = append(prompts, llama, TOKENS)
+    assert (reuse.n_reused, reuse.why) == (32, Absence("evicted", 32))
+    assert nmse(logits, fresh(llama, TOKENS)) < SAME
 
 
 def test_a_closed_store_is_refused_before_anything_is_computed(llama: Context) -> None:
