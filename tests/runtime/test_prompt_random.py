@@ -111,7 +111,7 @@ class Play:
         assert self.context.cache.used == 0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(budget=BUDGETS, steps=st.lists(STEPS, min_size=1, max_size=12))
 def test_a_cache_of_prompts_changes_no_logits(
     context: Context, budget: int | None, steps: list[tuple[str, int, list[int]]]

@@ -16,6 +16,8 @@ from kvcellar.batch import Batch
 from kvcellar.errors import CacheFull, ClosedError, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.absence import Absence
+from kvcellar.snapshot.stores.base import Buffer
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
@@ -180,6 +182,26 @@ def test_a_failure_to_compute_is_not_hidden_by_one_to_store(shared: Path, arch: 
         assert sequence.tokens == TOKENS[:10]
 
 
+class ForgetfulStore(MemoryStore):
+    """Evicts what it has just said to be there."""
+
+    def get(self, key: str) -> Buffer | None:
+        entry = self._held.get(key)
+        if entry is not None and entry[1].note.get("start") == 32:
+            self._evicted[key] = None
+            del self._held[key]
+        return super().get(key)
+
+
+def test_a_block_that_leaves_while_others_are_read(llama: Context) -> None:
+    """As another process may do; what is before it is used."""
+    prompts = PromptCache(ForgetfulStore(), block_size=BLOCK)
+    append(prompts, llama, TOKENS)
+    reuse, logits, _ = append(prompts, llama, TOKENS)
+    assert (reuse.n_reused, reuse.why) == (32, Absence("evicted", 32))
+    assert nmse(logits, fresh(llama, TOKENS)) < SAME
+
+
 def test_a_closed_store_is_refused_before_anything_is_computed(llama: Context) -> None:
     store = MemoryStore()
     prompts, sequence = PromptCache(store, block_size=BLOCK), llama.sequence()
@@ -215,7 +237,7 @@ def test_threads_share_a_store(shared: Path, arch: str, n_contexts: int) -> None
             except BaseException as error:
                 failures.append(error)
 
-        orders = [[*range(6)] * 2, [*reversed(range(6))] * 2]
+        orders = [[*range(6), 0, 1], [*reversed(range(6)), 5, 4]]
         threads = [
             threading.Thread(target=work, args=pair) for pair in zip(contexts, orders, strict=True)
         ]

@@ -27,8 +27,8 @@ class EditableText:
     """The tokens of a sequence, and what can be done to them without computing anything.
 
     Attributes:
-        rounded: names the types in which K and V were kept for a while, less exact than computed
-            (``prompt_cache.py``); empty: in none.
+        rounded: names the types that K and V were restored or loaded from, if they are others than
+            the cache's; empty: as they were computed. Files do not tell.
     """
 
     def __init__(self, cache: Cache, seq_id: int, n_ctx_train: int) -> None:

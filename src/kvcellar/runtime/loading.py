@@ -21,7 +21,7 @@ from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.options import check_range
 from kvcellar.snapshot.container import read_file
 from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.fingerprint import check_same
+from kvcellar.snapshot.fingerprint import check_same, digest
 from kvcellar.snapshot.native import understand
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.types import Int32Array
@@ -102,6 +102,7 @@ def put_into(
         OptionError: the range is outside of it.
         CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
+    stored_as = snapshot.fingerprint
     check_same(snapshot.fingerprint, context.fingerprint, row_types=not options.convert)
     snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
     _check_tokens(snapshot, context.model.spec.n_vocab)
@@ -122,6 +123,9 @@ def put_into(
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
+    if stored_as["groups"] != context.fingerprint["groups"]:
+        for text in texts:
+            text.rounded = digest(stored_as)
 
 
 def _check_single(snapshot: Snapshot) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,15 +104,11 @@ class Blocks:
         return content
 
     def whole(self, pieces: Sequence[CacheContent]) -> Snapshot:
-        """The snapshot of a text that blocks from the first one on make up, in the context's types.
-
-        It is not tainted by those that it was stored in: ``rounded`` tells of them.
-        """
+        """What blocks from the first one on make up, in the types of the context."""
         context = self._context
         joined = join(pieces, _windows(context.cache))
         snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
-        snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
-        return replace(snapshot, texts=(SavedText(),))
+        return converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
 
     def _tokens_of(self, i: int) -> list[int]:
         return self.tokens[i * self._size : (i + 1) * self._size]

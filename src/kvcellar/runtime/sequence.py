@@ -215,16 +215,14 @@ class Sequence(EditableText):
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
-        tainted = 0 if self.rounded else self._tainted
-        return SavedText(self._logits, held.grouped, held.grouped_end, tainted)
+        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted)
 
     @property
     def tainted(self) -> int | None:
         """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
 
         So it is behind a removal, after a context shift, or where text was loaded behind other
-        text or from other types of K and V. None: there is none. What others do to
-        ``context.cache`` directly is not known here.
+        text. None: there is none. What others do to ``context.cache`` directly is not known here.
         """
         return self._tainted
 

@@ -19,9 +19,6 @@ Convert: TypeAlias = Callable[[ByteArray, RowFormat, RowFormat], ByteArray]
 def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) -> Snapshot:
     """The snapshot as caches of these shapes would store it; itself if they store it alike.
 
-    What a context of these types computes differs from rows that were computed in others, so its
-    texts are tainted.
-
     Raises:
         SnapshotFileError: its rows are not what it says they are.
         OptionError: there is no such conversion.
@@ -43,7 +40,6 @@ def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) 
         snapshot,
         fingerprint=stored_as(snapshot.fingerprint, list(specs)),
         content=replace(snapshot.content, groups=groups),
-        texts=tuple(replace(text, tainted=0) for text in snapshot.texts),
     )
 
 

@@ -19,8 +19,7 @@ class SavedText:
         grouped: the first tokens in the order of the text, where positions were divided.
         grouped_end: the position that they end before.
         tainted: the first token whose K and V are not what a fresh decode of the text would give,
-            because something before it was removed or is elsewhere, or K and V were in other
-            types; None: there is none.
+            because something before it was removed or is elsewhere; None: there is none.
     """
 
     logits: Float32Array | None = None
