@@ -230,6 +230,8 @@ class Sequence(EditableText):
         held = self._held
         if saved.grouped:
             held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
+        if len(held) == len(before):
+            return  # nothing was added
         self._logits = None if before else saved.logits
         if before:
             self._taint(len(before))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,19 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
         LibraryError: compression needs a library that is not installed.
     """
     arrays, metadata = _finish(described, compress)
-    temporary: str | None = None
+    temporary = path.parent / f".kvcellar-{secrets.token_hex(8)}"
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
+        with temporary.open("xb"):  # nobody else's, and with the permissions of any new file
+            pass
         save_file(arrays, temporary, metadata)
-        _sync(temporary)
-        os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101
-        os.replace(temporary, path)  # noqa: PTH105
-        temporary = None
+        n_bytes = _sync(temporary)
+        temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise SnapshotFileError(f"cannot write {path}: {error}") from error
     finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
-    return path.stat().st_size
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return n_bytes
 
 
 def read_file(path: Path) -> Described:
@@ -70,22 +67,24 @@ def read_file(path: Path) -> Described:
         SnapshotFileError: it is missing, no snapshot, of a later version, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    try:
-        with safe_open(path, "numpy") as file:
-            return _verified(file.metadata(), list(file.keys()), file.get_tensor)
-    except (OSError, SafetensorError) as error:
-        raise SnapshotFileError(f"cannot read {path}: {error}") from error
-    except SnapshotFileError as error:
-        raise SnapshotFileError(f"{path}: {error}") from error
+    with _opened(path) as file:
+
+        def get(name: str) -> AnyArray:
+            _check_dtype(name, file.get_slice(name).get_dtype())
+            array: AnyArray = file.get_tensor(name)
+            return array
+
+        return _verified(file.metadata(), list(file.keys()), get)
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description alone, with a list of the arrays under ``"arrays"``."""
-    try:
-        with safe_open(path, "numpy") as file:
-            return _description(file.metadata())
-    except (OSError, SafetensorError) as error:
-        raise SnapshotFileError(f"cannot read {path}: {error}") from error
+    """The description alone, with a list of the arrays under ``"arrays"``; these are not read.
+
+    Raises:
+        SnapshotFileError: as for :func:`read_file`.
+    """
+    with _opened(path) as file:
+        return _description(file.metadata())
 
 
 def to_bytes(described: Described, *, compress: bool) -> bytes:
@@ -102,7 +101,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Described:
     except SafetensorError as error:
         raise SnapshotFileError(f"this is no snapshot: {error}") from error
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
-    return _verified(header.get("__metadata__"), list(found), lambda name: _array(found[name]))
+    return _verified(header.get("__metadata__"), list(found), lambda n: _array(n, found[n]))
 
 
 # -- steps
@@ -111,7 +110,7 @@ _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
 
 
 def _finish(described: Described, compress: bool) -> tuple[Arrays, dict[str, str]]:
-    stored, about = Arrays(), {}
+    stored, about = Arrays(), dict[str, Any]()
     for name, array in described.arrays.items():
         # A row of no bytes has nothing to hash; safetensors keeps its shape.
         plain = np.ascontiguousarray(array)
@@ -141,10 +140,14 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     body = metadata.get("description", "")
     if _hash(body.encode("utf-8", "surrogatepass")) != metadata.get("hash"):
         raise SnapshotFileError("the description is damaged")
-    about = json.loads(body)
-    if not isinstance(about, dict) or not isinstance(about.get("arrays"), dict):
+    try:
+        about = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotFileError(f"the description is damaged: {error}") from error
+    listed = about.get("arrays") if isinstance(about, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
         raise SnapshotFileError("the description is damaged: it lists no arrays")
-    return about
+    return dict(about)
 
 
 def _verified(
@@ -173,20 +176,33 @@ def _hash(data: AnyArray | bytes) -> str:
     return state.hexdigest()
 
 
-def _array(found: Mapping[str, Any]) -> AnyArray:
-    dtype = _DTYPES.get(found["dtype"])
-    if dtype is None:
-        raise SnapshotFileError(f"an array has type {found['dtype']}")
+def _array(name: str, found: Mapping[str, Any]) -> AnyArray:
+    dtype = _check_dtype(name, found["dtype"])
     array: AnyArray = np.frombuffer(found["data"], dtype).reshape(found["shape"])
     return array
 
 
-def _sync(path: str) -> None:
-    with open(path, "rb") as file:  # noqa: PTH123
+def _check_dtype(name: str, dtype: str) -> type[np.generic]:
+    """The type of that name, if we write it; NumPy lacks some that safetensors has."""
+    if dtype not in _DTYPES:
+        raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")
+    return _DTYPES[dtype]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, for reading; what is wrong with it is said together with its name."""
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except SnapshotFileError as error:
+        raise SnapshotFileError(f"{path}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def _sync(path: Path) -> int:
+    """Have a file on the disk; returns its bytes."""
+    with path.open("rb+") as file:
         os.fsync(file.fileno())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        return os.fstat(file.fileno()).st_size
