@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,9 +48,10 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
     arrays, metadata = _finish(described, compress)
     temporary = path.parent / f".kvcellar-{secrets.token_hex(8)}"
     try:
-        with temporary.open("xb"):  # nobody else's, and with the permissions of any new file
-            pass
-        save_file(arrays, temporary, metadata)
+        with temporary.open("xb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        save_file(arrays, temporary, metadata)  # which may put another file in its place
+        temporary.chmod(stat.S_IMODE(mode))
         n_bytes = _sync(temporary)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
