@@ -27,7 +27,7 @@ ROPE = RopeSpec("neox", 8, factors=(1.0, 1.5, 2.0, 4.0))
 
 def memory_spec(kind_k: KVType = KVType.F16, kind_v: KVType = KVType.F16) -> MemorySpec:
     """Two layers that see everything (one without V), one with a window, and states."""
-    full = (LayerSpec(2, 32, 32, ROPE), LayerSpec(1, 96, 64, None, v_offset=0))
+    full = (LayerSpec(2, 32, 32, ROPE), LayerSpec(1, 128, 64, None, v_offset=0))
     window = (LayerSpec(1, 32, 32, ROPE, window=WINDOW),)
     groups = tuple(CacheSpec(16, 4, layers, kind_k, kind_v) for layers in (full, window))
     places = (LayerPlace(0, 0, 0), LayerPlace(0, 1, -1), LayerPlace(1, 0, 1))

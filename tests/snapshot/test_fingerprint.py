@@ -25,7 +25,7 @@ from kvcellar.types import KVType
 from tests.snapshot.samples import memory_spec
 
 PRINT: Any = fingerprint("sample", "ab" * 32, memory_spec())
-DIGEST = "414847d1bdfddc7f2a4552e8c9d1e15ea9c0afe8fb6e750f86cd1469bfa531d9"
+DIGEST = "0de97d9f874f9188ffccfbf96437b29a450a691498cea286d6d557d97860377d"
 
 
 def paths(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -100,7 +100,7 @@ def test_arrays_have_the_documented_names_types_and_shapes() -> None:
         "group.0.tokens": ("<i4", (8,)),
         "group.0.owners": ("<i8", (2, 10)),
         "group.0.layer.0.k": ("<f2", (8, 64)),
-        "group.0.layer.1.k": ("<f2", (8, 96)),
+        "group.0.layer.1.k": ("<f2", (8, 128)),
         "group.0.layer.0.v": ("<f2", (8, 64)),
         "group.1.positions": ("<i4", (6,)),
         "group.1.tokens": ("<i4", (6,)),
