@@ -15,6 +15,7 @@ from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import check_same, fingerprint
 from kvcellar.snapshot.saved import Snapshot
+from kvcellar.testing.golden import nmse
 from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
 from tests.snapshot.samples import assert_same, memory_spec, sample
 
@@ -90,8 +91,8 @@ def test_there_and_back_is_close_under_a_transform() -> None:
     assert [spec[0].hadamard_k(i) for i in range(2)] == [0, 128]
     back = converted(converted(old, spec, by_ggml), specs(), by_ggml)
     for was, now in zip(old.content.groups[0].rows.k, back.content.groups[0].rows.k, strict=True):
-        error = np.abs(from_rows(was, KVType.F16) - from_rows(now, KVType.F16)).max()
-        assert 0 < error < 0.01
+        error = nmse(from_rows(now, KVType.F16), from_rows(was, KVType.F16))
+        assert 0 < error < 1e-4
 
 
 def test_one_part_alone() -> None:

@@ -162,7 +162,11 @@ def _verified(
         raise SnapshotFileError(f"arrays are missing or were added: {', '.join(odd[:3])}")
     arrays = Arrays()
     for name in names:
-        array, wanted = get(name), listed[name]
+        wanted = listed[name]
+        try:
+            array = get(name)
+        except (ValueError, OverflowError) as error:  # a shape that NumPy cannot have
+            raise SnapshotFileError(f"the array {name} is damaged: {error}") from error
         if _hash(array) != wanted.get("hash"):
             raise SnapshotFileError(f"the array {name} is damaged")
         arrays[name] = unpack(array, wanted) if "codec" in wanted else array
