@@ -6,12 +6,14 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import KVCellarError, SnapshotError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
@@ -20,7 +22,8 @@ from kvcellar.snapshot.native import describe, understand
 from kvcellar.snapshot.saved import Snapshot
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import AnyArray
-from tests.snapshot.samples import assert_same, sample
+from tests.runtime.archs import check_logits, opened, text
+from tests.snapshot.samples import assert_same, memory_spec, sample
 
 Damage = Callable[[np.random.Generator, bytes], bytes]
 INTEGERS = (0, 1, -1, 7, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30)
@@ -367,6 +370,44 @@ def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
         assert seen(context) == before
     assert outcomes[True] > 50
     assert outcomes[False] > 200
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba-dense"])
+def test_a_forged_file_breaks_no_kind_of_cache(models: Path, arch: str, tmp_path: Path) -> None:
+    path, rng = tmp_path / "text", np.random.default_rng(6)
+    with opened(models, arch, n_ctx=128, n_seq_max=2) as context:
+        first = context.sequence(text(1, 50)).append(text(2, 9))
+        context.save(path)
+        saved, logits, n_refused = understand(read_file(path)), first.logits, 0
+        for i in range(150):
+            path.write_bytes(forge(rng, saved))
+            more: Any = [{}, {"convert": True}, {"stop": 3}, {"positions": 7}][i % 4]
+            try:
+                loaded = context.load(path, **more)
+            except KVCellarError:
+                n_refused += 1
+            else:
+                context.cache.check()
+                loaded.close()
+            assert context.sequences == (first,)
+        assert 50 < n_refused < 150
+        assert np.array_equal(first.logits, logits)
+        first._logits = None
+        check_logits(context, first.logits, first.tokens)
+
+
+def test_a_state_of_two_texts_is_refused() -> None:
+    content = sample().content
+    assert content.states is not None
+    held = content.states.held
+    assert held[0] is not None
+    twice = replace(held[0], checkpoints=((3, held[0].state),))
+    states = replace(content.states, held=(twice, *held[1:]))
+    spec = memory_spec()
+    assert spec.states is not None
+    with pytest.raises(SnapshotError, match="state 0 is of two texts"):
+        check_content(replace(content, states=states), [*spec.groups, spec.states])
 
 
 def test_the_hashes_in_a_forged_file_are_right(small: Snapshot) -> None:
