@@ -91,7 +91,7 @@ def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
         if all(kept[key] == value for key, value in stamp.items()):
             known = str(kept["weights"])
             return known if len(known) == 64 and set(known) <= set("0123456789abcdef") else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
 
