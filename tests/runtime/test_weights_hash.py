@@ -259,9 +259,7 @@ def test_no_home(path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch) 
     assert counted.n == 2
 
 
-def test_a_home_that_is_a_file(
-    path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_that_is_a_file(path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.write_bytes(b"")
     closed(monkeypatch, path.parent)
     assert hash_of(path) == PINNED

@@ -39,7 +39,11 @@ def test_what_is_packed_is_unpacked(array: AnyArray) -> None:
         assert data is array
         return
     again = unpack(data, how)
-    assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert (again.dtype, again.shape, again.tobytes()) == (
+        array.dtype,
+        array.shape,
+        array.tobytes(),
+    )
     assert data.nbytes < array.nbytes <= MAX_RATIO * data.nbytes
 
 

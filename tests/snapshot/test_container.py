@@ -108,7 +108,9 @@ def test_the_hash_of_an_array_has_its_type_and_shape() -> None:
     same_bytes = [array.reshape(3, 4), array.view(np.float32), array.view(np.int64)]
     hashes = {container._hash(one) for one in (array, *same_bytes)}
     assert len(hashes) == 4
-    assert container._hash(np.empty((0, 3), np.int32)) != container._hash(np.empty((0, 4), np.int32))
+    assert container._hash(np.empty((0, 3), np.int32)) != container._hash(
+        np.empty((0, 4), np.int32)
+    )
 
 
 # -- refusals
@@ -181,7 +183,17 @@ def test_a_missing_description_or_hash_is_refused(path: Path, field: str) -> Non
 
 @pytest.mark.parametrize(
     "body",
-    ["", "{", "[]", "{}", "[" * 100_000, '{"arrays": []}', '{"arrays": {"a": 1}}', "1" * 10_000, "NaN"],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"arrays": []}',
+        '{"arrays": {"a": 1}}',
+        "1" * 10_000,
+        "NaN",
+    ],
 )
 def test_a_description_with_a_right_hash_that_makes_no_sense(path: Path, body: str) -> None:
     write(path)

@@ -68,7 +68,9 @@ def test_all_rows_are_converted_and_said_to_be(kind_k: KVType, kind_v: KVType) -
     for g, spec in enumerate(wanted):
         group, before = new.content.groups[g], old.content.groups[g]
         pairs = [(group.rows, before.rows)]
-        pairs += [(a.rows, b.rows) for a, b in zip(group.checkpoints, before.checkpoints, strict=True)]
+        pairs += [
+            (a.rows, b.rows) for a, b in zip(group.checkpoints, before.checkpoints, strict=True)
+        ]
         for rows, was in pairs:
             for i in range(len(spec.layers)):
                 f16 = RowFormat(KVType.F16)

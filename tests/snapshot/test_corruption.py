@@ -145,7 +145,9 @@ def repeat_key(rng: np.random.Generator, data: bytes) -> bytes:
 def edit_metadata(rng: np.random.Generator, data: bytes) -> bytes:
     header, body = split(data)
     about = header["__metadata__"]
-    about[pick(rng, about)] = pick(rng, ["", "1", "2", "kvcellar-snapshot", "{}", *map(str, ODD), *ODD])
+    about[pick(rng, about)] = pick(
+        rng, ["", "1", "2", "kvcellar-snapshot", "{}", *map(str, ODD), *ODD]
+    )
     return join(header, body)
 
 

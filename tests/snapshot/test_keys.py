@@ -16,7 +16,10 @@ ROOT = root_key("ab" * 32, 4, "")
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
 PINNED_ROOT = "ad612a5eb530ded23819c88e9925b619273f4d448d77c4a6c028710953182a8b"
-PINNED = ["57abdc3700b2769daf7de5a1c2d2bf158c6aebd0484e1f0f5807cfd042cc462e", "5a06135122628843fde67de4ab5a39ad01d77fcb38d8b9d9fc101484cf52f785"]
+PINNED = [
+    "57abdc3700b2769daf7de5a1c2d2bf158c6aebd0484e1f0f5807cfd042cc462e",
+    "5a06135122628843fde67de4ab5a39ad01d77fcb38d8b9d9fc101484cf52f785",
+]
 
 
 def test_keys_are_pinned() -> None:

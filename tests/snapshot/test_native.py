@@ -127,9 +127,7 @@ def test_arrays_have_the_documented_names_types_and_shapes() -> None:
     ("kind", "dtype", "width"),
     [(KVType.F32, "<f4", 64), (KVType.BF16, "|u1", 128), (KVType.Q8_0, "|u1", 68)],
 )
-def test_rows_are_numbers_where_there_is_a_plain_type(
-    kind: KVType, dtype: str, width: int
-) -> None:
+def test_rows_are_numbers_where_there_is_a_plain_type(kind: KVType, dtype: str, width: int) -> None:
     array = describe(sample(kind_k=kind)).arrays["group.0.layer.0.k"]
     assert (array.dtype.str, array.shape) == (dtype, (8, width))
 
@@ -162,10 +160,14 @@ def test_a_field_of_another_kind_is_refused_or_means_nothing_else(field: str, va
     assert found.content.n_seqs == 3
 
 
-NEEDED = [name for name in describe(sample()).arrays if "slid.0" not in name and "slid.1" not in name]
+NEEDED = [
+    name for name in describe(sample()).arrays if "slid.0" not in name and "slid.1" not in name
+]
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDED if ".layer." not in name and "logits" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in NEEDED if ".layer." not in name and "logits" not in name]
+)
 def test_a_missing_array_is_refused(name: str) -> None:
     arrays, about = written(sample())
     with pytest.raises(SnapshotFileError, match="damaged"):
