@@ -110,8 +110,8 @@ class EditableText:
                 self._taint(start)
         self._waiting = waiting
         self._reconsider_taint()
-        if gap == "keep" and start < min(stop, len(self)):
-            self._taint(start)
+        if start < min(stop, len(self)) and self.positions[start] == at[stop]:
+            self._taint(start)  # there is a gap before it
         return self
 
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
