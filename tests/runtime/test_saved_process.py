@@ -1,8 +1,8 @@
 """Save, new process, load, go on: the same logits, bit for bit.
 
 For every tiny model, K/V types, ways V lies, with the attention kernel and without, and for texts
-longer than windows. Where the cells were scattered and are not any more, what was loaded is equal bit
-for bit, and what follows but for the order of sums.
+longer than windows. Where the cells were scattered and are not any more, what was loaded is equal
+bit for bit, and what follows but for the order of sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def uninterrupted(case: Case, models: Path, path: Path) -> Float32Array:
 @pytest.fixture(scope="module")
 def outcomes(
     models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[Float32Array, Float32Array]]]:
+) -> dict[str, tuple[Float32Array, Float32Array]]:
     """Of each case the logits of a run that went on, and of one that another process did."""
     folder = tmp_path_factory.mktemp("saved")
     wanted, jobs = {}, []
@@ -124,7 +123,7 @@ def outcomes(
     script = Path(__file__).with_name("saved_process.py")
     result = subprocess.run([sys.executable, script, listed], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    yield {
+    return {
         str(case): (wanted[str(case)], np.load(folder / f"{i}.npy")) for i, case in enumerate(CASES)
     }
 

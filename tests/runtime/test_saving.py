@@ -196,14 +196,14 @@ def test_a_part_that_there_is_not(plain: Context, path: Path, arguments: dict[st
 
 @pytest.mark.parametrize("arguments", [{"start": 1}, {"stop": 2}, {"start": 4, "stop": 7}])
 def test_tokens_of_one_position_are_not_parted(
-    plain: Context, path: Path, arguments: dict[str, int]
+    plain: Context, path: Path, arguments: dict[str, Any]
 ) -> None:
     sequence = plain.sequence(text(1, 20)).self_extend(4, 8)
     with pytest.raises(OptionError, match="share position"):
         sequence.save(path, **arguments)
     sequence.save(path)
     with pytest.raises(OptionError, match="share position"):
-        plain.load(path, **arguments)  # type: ignore[arg-type]
+        plain.load(path, **arguments)
     sequence.save(path, start=4, stop=8)
     assert plain.load(path).tokens == sequence.tokens[4:8]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    yield home
+    return home
 
 
 @pytest.fixture
@@ -268,7 +267,7 @@ def test_a_home_that_is_a_file(path: Path, home: Path, monkeypatch: pytest.Monke
 # -- files that change while they are open
 
 
-def test_what_took_its_place_is_not_taken_for_it(path: Path, counted: Counted) -> None:
+def test_what_took_its_place_is_not_taken_for_it(path: Path) -> None:
     with Model.from_gguf(path, n_threads=1) as model:
         other = path.with_name("other.gguf")
         other.write_bytes(LLAMA.to_bytes())
@@ -282,7 +281,7 @@ def test_what_took_its_place_is_not_taken_for_it(path: Path, counted: Counted) -
     assert file_stamp(path) is None
 
 
-def test_a_file_that_is_gone_has_a_hash(path: Path, counted: Counted) -> None:
+def test_a_file_that_is_gone_has_a_hash(path: Path) -> None:
     with Model.from_gguf(path, n_threads=1) as model:
         path.unlink()
         assert weights_hash(model._file, None) == model.weights_hash == PINNED

@@ -56,7 +56,9 @@ def sample(
 def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellContent:
     """All tokens, a cell each; the first cells of the first two sequences are shared."""
     shared = min([len(text) for text in texts[:2]], default=0) // 2
-    pairs, at, tokens = [], [], []
+    pairs: list[tuple[int, int]] = []
+    at: list[int] = []
+    tokens: list[int] = []
     for seq, text in enumerate(texts):
         for position, token in enumerate(text.tolist()):
             if seq == 1 and position < shared:
@@ -84,7 +86,7 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
         np.stack((p[:-WINDOW], t[:-WINDOW])) for p, t in zip(positions, texts, strict=True)
     )
     owners = np.stack((np.arange(len(at)), seqs)).astype(np.int64)
-    checkpoints = ()
+    checkpoints: tuple[WindowContent, ...] = ()
     if texts and len(texts[0]) > WINDOW:
         old = positions[0][:WINDOW]
         rows = _rows(rng, spec, WINDOW)

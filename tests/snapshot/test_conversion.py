@@ -129,7 +129,7 @@ def bent(change: dict[str, Any]) -> Snapshot:
     ],
 )
 def test_what_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(SnapshotFileError, match="contradicts|damaged"):
+    with pytest.raises(SnapshotFileError, match=r"contradicts|damaged"):
         converted(bent(change), specs(KVType.F32, KVType.F32), by_ggml)
 
 

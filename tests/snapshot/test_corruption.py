@@ -27,7 +27,21 @@ from tests.snapshot.samples import assert_same, memory_spec, sample
 
 Damage = Callable[[np.random.Generator, bytes], bytes]
 INTEGERS = (0, 1, -1, 7, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30)
-ODD = (*INTEGERS, 1.5, float("nan"), None, True, "", "x", "F64", "I8", [], [0, 8], {}, {"a": 1})
+ODD: tuple[Any, ...] = (
+    *INTEGERS,
+    1.5,
+    float("nan"),
+    None,
+    True,
+    "",
+    "x",
+    "F64",
+    "I8",
+    [],
+    [0, 8],
+    {},
+    {"a": 1},
+)
 
 
 # -- damage to bytes
@@ -80,7 +94,7 @@ def swap_spans(rng: np.random.Generator, data: bytes) -> bytes:
     return data[:a] + data[b : b + n] + data[a + n : b] + data[a : a + n] + data[b + n :]
 
 
-def garbage(rng: np.random.Generator, data: bytes) -> bytes:
+def garbage(rng: np.random.Generator, _: bytes) -> bytes:
     n = int(rng.integers(0, 500))
     head = struct.pack("<Q", n) if rng.integers(2) else b""
     return head + (b"{" if rng.integers(2) else b"") + rng.bytes(n)
@@ -114,7 +128,7 @@ def edit_tensor(rng: np.random.Generator, data: bytes) -> bytes:
     elif rng.integers(3) and value:
         value[int(rng.integers(len(value)))] = pick(rng, ODD)
     else:
-        header[name][field] = pick(rng, [value[::-1], value + [1], value[:-1], *ODD])
+        header[name][field] = pick(rng, [value[::-1], [*value, 1], value[:-1], *ODD])
     return join(header, body)
 
 
@@ -310,7 +324,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
-def forge_description(rng: np.random.Generator, about: Any, arrays: dict[str, AnyArray]) -> None:
+def forge_description(rng: np.random.Generator, about: Any) -> None:
     box, key = pick(rng, places(about))
     if rng.integers(4) == 0 and isinstance(box, dict):
         del box[key]
@@ -318,7 +332,7 @@ def forge_description(rng: np.random.Generator, about: Any, arrays: dict[str, An
         box[key] = pick(rng, ODD)
 
 
-def forge_array(rng: np.random.Generator, about: Any, arrays: dict[str, AnyArray]) -> None:
+def forge_array(rng: np.random.Generator, arrays: dict[str, AnyArray]) -> None:
     name = pick(rng, arrays)
     array = arrays[name]
     kind = rng.integers(6)
@@ -343,7 +357,10 @@ def forge(rng: np.random.Generator, snapshot: Snapshot) -> bytes:
     about = json.loads(json.dumps(about))
     arrays = {name: array.copy() for name, array in arrays.items()}
     for _ in range(int(rng.choice([1, 1, 2]))):
-        (forge_description if rng.integers(2) else forge_array)(rng, about, arrays)
+        if rng.integers(2):
+            forge_description(rng, about)
+        else:
+            forge_array(rng, arrays)
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     made = to_bytes(describe(snapshot)._replace(arrays=whole, description=about), compress=False)
     assert from_bytes(made).description.keys() == about.keys()

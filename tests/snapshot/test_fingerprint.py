@@ -165,9 +165,10 @@ print(digest(json.loads({json.dumps(PRINT)!r})))
 
 def test_types_of_rows() -> None:
     assert row_types(PRINT) == [(KVType.F16, KVType.F16)] * 2
-    for damaged in ({}, {"groups": [{}]}, {"groups": 3}, {"groups": [{"type_k": "f17"}]}):
+    prints: list[Any] = [{}, {"groups": [{}]}, {"groups": 3}, {"groups": [{"type_k": "f17"}]}]
+    for damaged in prints:
         with pytest.raises(SnapshotFileError, match="fingerprint is damaged"):
-            row_types(damaged)  # type: ignore[arg-type]
+            row_types(damaged)
 
 
 def test_stored_another_way() -> None:
