@@ -188,6 +188,12 @@ def test_rows_that_are_no_table_are_refused() -> None:
         understand(Described(flat, about))
 
 
+def test_what_a_later_program_added_is_ignored() -> None:
+    arrays, about = written(sample())
+    more = {**arrays, "more": np.zeros(3, np.int32)}
+    assert_same(understand(Described(more, {**about, "more": 1})), sample())
+
+
 def test_a_missing_layer_is_found_by_the_check_of_contents() -> None:
     arrays, about = written(sample())
     del arrays["group.0.layer.0.k"]
