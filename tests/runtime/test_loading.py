@@ -215,6 +215,7 @@ def test_positions_move_and_k_is_rotated(
     loaded = plain.load(path, positions=where)
     assert loaded.positions.tolist() == list(range(where, where + 40))
     assert loaded.tainted == (0 if where else None)
+    assert (loaded._logits is None) == (where > 0)  # they are those of another position
     other = plain.sequence()
     batch = Batch.of(TEXT, other.seq_id, range(where, where + 40), logits="last")
     wanted = [plain.decode(batch)[-1], other.append([7]).logits]
@@ -473,6 +474,25 @@ def test_what_is_rolled_back_was_never_loaded(models: Path, arch: str, path: Pat
         assert empty.tokens == []
         check_logits(context, first.append([7]).logits, [*text(2, 10), 7])
         check_logits(context, context.load(path).append([7]).logits, [*TEXT, 7])
+
+
+@pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
+def test_embeddings_that_would_have_to_be_computed_again(
+    models: Path, arch: str, path: Path
+) -> None:
+    with opened(models, arch, **F32) as context:
+        sequence = context.sequence([1])
+        values = np.ones((3, context.model.spec.n_embd), np.float32)
+        context.decode(Batch.of_embeddings(values, sequence.seq_id))
+        sequence.append([2]).save(path)
+        assert context.load(path).tokens == [1, -1, -1, -1, 2]
+        empty = context.sequence()
+        before = seen(context)
+        for call in (lambda: context.load(path, stop=3), lambda: empty.load(path, stop=3)):
+            with pytest.raises(NotSupported, match="embedding"):
+                call()
+            assert seen(context) == before
+        context.cache.check()
 
 
 def test_a_failed_load_inside_a_transaction(plain: Context, models: Path, path: Path) -> None:

@@ -211,7 +211,9 @@ def test_tokens_of_one_position_are_not_parted(
 def test_part_of_a_grouped_text_can_be_extended_on(plain: Context, path: Path) -> None:
     sequence = plain.sequence(text(1, 20)).self_extend(4, 8)
     sequence.save(path)
-    for cut in (plain.load(path, stop=8), sequence.fork().trim(12)):
+    sequence.save(path.with_name("part"), stop=8)
+    cuts = (plain.load(path, stop=8), plain.load(path.with_name("part")), sequence.trim(12))
+    for cut in cuts:
         cut.append(text(2, 10)).self_extend(4, 8)
         assert cut.positions.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4 + [4, 5]
         cut.close()
