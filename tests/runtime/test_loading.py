@@ -314,6 +314,11 @@ def test_a_part_that_there_is_not(
 def test_a_missing_file(plain: Context, tmp_path: Path) -> None:
     plain.sequence(TEXT)
     none = tmp_path / "none"
+    waiting = plain.sequence([1, 2])
+    waiting.push(3)
+    with pytest.raises(SnapshotFileError):
+        waiting.load(none)
+    assert plain.cache.seq_count(waiting.seq_id) == 2  # what waits still does
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load(none))
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load_all(none))
 

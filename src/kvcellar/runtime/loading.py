@@ -108,6 +108,8 @@ def put_into(
         where = check_range("positions", options.positions, 0, 2**31 - 2)
         first = min(content.span(seq)[0] for seq in range(content.n_seqs))
         shift = where - max(first, 0)
+    for text in texts:
+        text.compute_waiting()
     before = {text.seq_id: text.tokens for text in texts}
     with context.cache.transaction():
         state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)

@@ -187,9 +187,7 @@ class Sequence(EditableText):
         """
         self._check_open()
         with self.context.exclusive():
-            self.compute_waiting()
-            options = LoadOptions(start, stop, positions, convert)
-            load_into(self, path, options)
+            load_into(self, path, LoadOptions(start, stop, positions, convert))
         return self
 
     def close(self) -> None:
