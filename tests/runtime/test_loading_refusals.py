@@ -99,7 +99,7 @@ def test_what_differs_is_named(
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
-        ("llama.rope.freq_base", 5000.0, "weights"),
+        ("llama.rope.freq_base", 5000.0, "groups[0].layers[0].rope.freq_base"),
         ("llama.attention.layer_norm_rms_epsilon", 1e-6, "weights"),
         ("general.name", "the same by another name", None),
     ],
@@ -122,6 +122,7 @@ def test_other_settings_of_the_same_weights(
         with pytest.raises(SnapshotMismatch) as caught:
             context.load(path)
         assert caught.value.field == field
+        assert "by another model" in str(caught.value)
 
 
 def test_converted_types(models: Path, path: Path) -> None:

@@ -183,6 +183,16 @@ def test_a_part_of_a_plain_text(plain: Context, path: Path, start: int, stop: in
         check_logits(plain, loaded.logits, loaded.tokens)
 
 
+@pytest.mark.parametrize("at", [0, 7, 20])
+def test_a_part_of_no_tokens(context: Context, path: Path, at: int) -> None:
+    sequence = context.sequence(text(1, 20))
+    sequence.save(path, start=at, stop=at)
+    loaded = context.load(path)
+    assert (loaded.tokens, loaded.tainted, sequence.tokens) == ([], None, text(1, 20))
+    loaded.append(text(2, 3))
+    check_logits(context, loaded.logits, text(2, 3))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"start": -1}, {"start": 21}, {"stop": 21}, {"start": 7, "stop": 6}, {"stop": 2.5}],

@@ -130,6 +130,21 @@ def test_another_model_is_told_from_another_shape() -> None:
         check_same({**PRINT, "weights": "cd" * 32}, PRINT)
 
 
+def test_the_most_telling_field_is_named() -> None:
+    stored = changed("groups[0].layers[0].window", 9)
+    stored["weights"] = "cd" * 32
+    stored["groups"][0]["type_k"] = "q8_0"
+    wanted = r"groups\[0\].layers\[0\].window 9, here it is 0: it was computed by another model"
+    with pytest.raises(SnapshotMismatch, match=wanted):
+        check_same(stored, PRINT)
+    stored["groups"][0]["layers"] = PRINT["groups"][0]["layers"]
+    with pytest.raises(SnapshotMismatch, match="weights"):
+        check_same(stored, PRINT)
+    stored["weights"] = PRINT["weights"]
+    with pytest.raises(SnapshotMismatch, match=r"type_k q8_0.*convert=True"):
+        check_same(stored, PRINT)
+
+
 def test_sizes_and_numbers_of_sequences_do_not_count() -> None:
     spec = memory_spec()
     groups = tuple(replace(g, size=999, n_seq_max=7, flash_attn=False) for g in spec.groups)

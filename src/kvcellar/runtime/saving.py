@@ -97,9 +97,8 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
         return take_snapshot(context, [text], options)
     text.compute_waiting()
     p0, p1 = check_cuts(text.positions, start, stop)
-    content = state_get(
-        context.cache, [text.seq_id], p0 if start else 0, p1, checkpoints=options.checkpoints
-    )
+    first, last = (p0 if start else 0, p1) if start < stop else (0, 0)
+    content = state_get(context.cache, [text.seq_id], first, last, checkpoints=options.checkpoints)
     whole = text.saved_text()
     saved = SavedText(
         whole.logits if stop == size > start else None,
