@@ -92,13 +92,7 @@ def put_into(
         OptionError: the range is outside of it.
         CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
-    check_same(snapshot.fingerprint, context.fingerprint, row_types=not options.convert)
-    memory = context.memory_spec
-    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
-    states = () if memory.states is None else (memory.states,)
-    check_content(snapshot.content, [*memory.groups, *states])
-    _check_tokens(snapshot, context.model.spec.n_vocab)
-    _check_saved(snapshot)
+    snapshot = _fitting(context, snapshot, options.convert)
     content, saved = snapshot.content, snapshot.texts
     n_dropped = 0
     if options.start or options.stop is not None:
@@ -119,6 +113,18 @@ def put_into(
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
+
+
+def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
+    """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
+    memory = context.memory_spec
+    check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
+    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
+    states = () if memory.states is None else (memory.states,)
+    check_content(snapshot.content, [*memory.groups, *states])
+    _check_tokens(snapshot, context.model.spec.n_vocab)
+    _check_saved(snapshot)
+    return snapshot
 
 
 def _check_single(snapshot: Snapshot) -> None:
