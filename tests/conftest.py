@@ -24,6 +24,19 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def models(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose ``models`` are links to the tiny ones, for tests that hash their weights.
+
+    Hashes are kept beside the files, and the reference data are not to change.
+    """
+    folder = tmp_path_factory.mktemp("linked")
+    (folder / "models").mkdir()
+    for path in (shared / "models").glob("*.gguf"):
+        (folder / "models" / path.name).symlink_to(path.resolve())
+    return folder
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The file of the demo model."""
     try:

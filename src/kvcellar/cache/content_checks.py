@@ -119,9 +119,13 @@ def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
     if len(states) and states.shape[1] != width:
         raise SnapshotMismatch("values a state", states.shape[1], width)
     _require(len(content.held) == n_seqs, "it does not say of each sequence which state it has")
+    texts: dict[int, bytes] = {}
     for held in content.held:
         if held is not None:
             _check_held(held, len(states))
+            for n, state in [(len(held.tokens), held.state), *held.checkpoints]:
+                text = held.tokens[:n].tobytes()
+                _require(texts.setdefault(state, text) == text, f"state {state} is of two texts")
 
 
 def _check_held(held: HeldContent, n_states: int) -> None:

@@ -73,13 +73,12 @@ class EditableText:
         if n_tokens == 0:
             return self
         n_left, n_held = size - n_tokens, len(self._held)
-        if self._tainted is not None and n_left <= self._tainted:
-            self._tainted = None
         if n_left < n_held:
             self._waiting = self._held.go_back(n_left)
             self._logits = None
         else:
             self._waiting = self._waiting.without(n_left - n_held, size - n_held)
+        self._reconsider_taint()
         return self
 
     def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
@@ -118,6 +117,9 @@ class EditableText:
             if not again and stop < n_held:
                 self._taint(start)
         self._waiting = waiting
+        self._reconsider_taint()
+        if start < min(stop, len(self)) and self.positions[start] == at[stop]:
+            self._taint(start)  # there is a gap before it
         return self
 
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
@@ -148,9 +150,10 @@ class EditableText:
             ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
         """
         self._check_open()
+        before = self._held.positions
         self._held.self_extend(group, width)
-        if group > 1:
-            self._taint(0)
+        if (moved := np.flatnonzero(before != self._held.positions)).size:
+            self._taint(int(moved[0]))
         self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
         return self
 
@@ -172,6 +175,12 @@ class EditableText:
     def _taint(self, token: int) -> None:
         """Know that K and V from a token on are not what a fresh decode would give."""
         self._tainted = token if self._tainted is None else min(self._tainted, token)
+
+    def _reconsider_taint(self) -> None:
+        """Know that what waits will be fresh, if it stands where it would in a text of its own."""
+        if self._tainted is not None and len(self._held) <= self._tainted:
+            moved = np.flatnonzero(self.positions != np.arange(len(self)))
+            self._tainted = int(moved[0]) if moved.size else None
 
     def _check_open(self) -> None:
         if self._closed:

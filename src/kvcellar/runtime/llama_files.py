@@ -86,7 +86,7 @@ def save_llama_file(
         if not filled:
             raise OptionError("there is nothing to save: no sequence has tokens")
         file = _take(context, filled, kind, generation, v_trans)
-    with replacing(Path(path)) as beside, beside.open("xb") as stream:
+    with replacing(Path(path)) as beside, beside.open("wb") as stream:
         stream.writelines(file_pieces(file, len(context.memory_spec.places)))
 
 

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.porting import state_set
 from kvcellar.cache.slicing import between
 from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.options import check_range
+from kvcellar.runtime.saving import check_cuts, tainted_part
 from kvcellar.snapshot.container import read_file
 from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import check_same, digest
 from kvcellar.snapshot.native import understand
 from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.types import Int32Array
+from kvcellar.types import MAX_POSITION, Int32Array
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -103,9 +105,7 @@ def put_into(
         CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
     stored_as = snapshot.fingerprint
-    check_same(snapshot.fingerprint, context.fingerprint, row_types=not options.convert)
-    snapshot = converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
-    _check_tokens(snapshot, context.model.spec.n_vocab)
+    snapshot = _fitting(context, snapshot, options.convert)
     content, saved = snapshot.content, snapshot.texts
     n_dropped = 0
     if options.start or options.stop is not None:
@@ -115,17 +115,32 @@ def put_into(
         where = check_range("positions", options.positions, 0, 2**31 - 2)
         first = min(content.span(seq)[0] for seq in range(content.n_seqs))
         shift = where - max(first, 0)
+    for text in texts:
+        text.compute_waiting()
     before = {text.seq_id: text.tokens for text in texts}
     with context.cache.transaction():
         state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
         for text, one in zip(texts, saved, strict=True):
-            moved = replace(one, logits=None, grouped_end=one.grouped_end + shift)
+            end = one.grouped_end + shift
+            moved = replace(one, logits=None, grouped_end=end, tainted=0)
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
     if stored_as["groups"] != context.fingerprint["groups"]:
         for text in texts:
             text.rounded = digest(stored_as)
+
+
+def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
+    """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
+    memory = context.memory_spec
+    check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
+    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
+    states = () if memory.states is None else (memory.states,)
+    check_content(snapshot.content, [*memory.groups, *states])
+    _check_tokens(snapshot, context.model.spec.n_vocab)
+    _check_saved(snapshot)
+    return snapshot
 
 
 def _check_single(snapshot: Snapshot) -> None:
@@ -143,21 +158,20 @@ def _part(
     """What is to be put in of a range of tokens, and how many go again from its end."""
     content = snapshot.content
     if content.n_seqs != 1:
-        raise SnapshotMismatch("sequences", content.n_seqs, "1", "a range needs one alone")
+        raise SnapshotMismatch("sequences", content.n_seqs, 1, "a range needs one alone")
     at, text = _text_positions(content), snapshot.texts[0]
     size = len(at)
     stop = size if options.stop is None else check_range("stop", options.stop, 0, size)
     start = check_range("start", options.start, 0, stop)
     if (start, stop) == (0, size):
         return content, snapshot.texts, 0
-    cut = replace(
-        text,
-        logits=text.logits if stop == size else None,
-        grouped=text.grouped[start:stop],
-        tainted=0 if start else text.tainted,
+    p0, p1 = check_cuts(at, start, stop)
+    cut = SavedText(
+        text.logits if stop == size > start else None,
+        text.grouped[start:stop],
+        min(text.grouped_end, p1),
+        tainted_part(text.tainted, start, stop),
     )
-    p0 = int(at[start]) if start < size else int(at[-1]) + 1
-    p1 = int(at[stop]) if stop < size else int(at[-1]) + 1
     if start or _can_cut(content):
         return between(content, p0, p1), (cut,), 0
     return content, (replace(text, logits=None),), size - stop
@@ -193,3 +207,13 @@ def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
         logits = text.logits
         if logits is not None and (logits.shape != (n_vocab,) or logits.dtype != np.float32):
             raise SnapshotFileError(f"logits of shape {logits.shape} for {n_vocab} tokens")
+        if logits is not None and not np.isfinite(logits).all():
+            raise SnapshotFileError("logits that are not finite")
+
+
+def _check_saved(snapshot: Snapshot) -> None:
+    """See that what is said of the texts can be used; wrong numbers do no harm within range."""
+    for text in snapshot.texts:
+        for name, value in (("grouped_end", text.grouped_end), ("tainted", text.tainted or 0)):
+            if not 0 <= value <= MAX_POSITION:
+                raise SnapshotFileError(f"{name} of {value}")

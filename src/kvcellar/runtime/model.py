@@ -17,7 +17,7 @@ from kvcellar.runtime.chat_template import ChatTemplate
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.tokenizer import Tokenizer
-from kvcellar.runtime.weights_hash import weights_hash
+from kvcellar.runtime.weights_hash import file_stamp, weights_hash
 from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
 
 
@@ -45,6 +45,7 @@ class Model:
     def __init__(
         self, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
     ) -> None:
+        self._stamp = file_stamp(path)
         self._file = open_model_file(path, backend, n_threads)
         self.path = self._file.path
         self.metadata: Mapping[str, object] = self._file.metadata
@@ -138,7 +139,7 @@ class Model:
 
         See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
         """
-        return weights_hash(self._file)
+        return weights_hash(self._file, self._stamp)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
         """Rows of K or V ``[n, row_bytes]`` stored another way; for snapshots."""

@@ -16,7 +16,7 @@ from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import Plain, stored_as
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.types import CacheSpec, Int32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -40,6 +40,16 @@ class SaveOptions:
     compress: bool = False
     checkpoints: bool = True
     note: Mapping[str, str | int] | None = None
+
+    @property
+    def types(self) -> tuple[KVType | None, KVType | None]:
+        """The types that are asked for.
+
+        Raises:
+            OptionError: there is no such type.
+        """
+        k, v = (None if t is None else KVType.parse(t) for t in (self.type_k, self.type_v))
+        return k, v
 
 
 def save_file(
@@ -86,27 +96,50 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
     if (start, stop) == (0, size):
         return take_snapshot(context, [text], options)
     text.compute_waiting()
-    at = text.positions
-    for cut in (start, stop):
-        if 0 < cut < size and at[cut] == at[cut - 1]:
-            raise OptionError(f"tokens {cut - 1} and {cut} share position {at[cut]}")
-    p0 = int(at[start]) if start else 0
-    p1 = int(at[stop]) if stop < size else int(at[-1]) + 1
-    content = state_get(context.cache, [text.seq_id], p0, p1, checkpoints=options.checkpoints)
+    p0, p1 = check_cuts(text.positions, start, stop)
+    first, last = (p0 if start else 0, p1) if start < stop else (0, 0)
+    content = state_get(context.cache, [text.seq_id], first, last, checkpoints=options.checkpoints)
     whole = text.saved_text()
     saved = SavedText(
-        whole.logits if stop == size else None,
+        whole.logits if stop == size > start else None,
         whole.grouped[start:stop],
         min(whole.grouped_end, p1),
-        0 if start else whole.tainted,  # what stood before is missing then
+        tainted_part(whole.tainted, start, stop),
     )
     note = dict(options.note or {})
     return stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
 
 
+def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
+    """The positions that tokens ``[start, stop)`` of a text span.
+
+    Args:
+        at: where all its tokens stand, at least one.
+        start: the first.
+        stop: the first one behind them.
+
+    Raises:
+        OptionError: tokens that share a position would be parted.
+    """
+    for cut in (start, stop):
+        if 0 < cut < len(at) and at[cut] == at[cut - 1]:
+            raise OptionError(f"tokens {cut - 1} and {cut} share position {at[cut]}: take both")
+    ends = [*at.tolist(), int(at[-1]) + 1]
+    return ends[start], ends[stop]
+
+
+def tainted_part(tainted: int | None, start: int, stop: int) -> int | None:
+    """``SavedText.tainted`` of tokens ``[start, stop)`` by themselves."""
+    if start == stop:
+        return None
+    if start:
+        return 0  # what stood before is missing
+    return tainted if tainted is not None and tainted < stop else None
+
+
 def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
     """The snapshot with K and V in the types that are asked for."""
-    if options.type_k is None and options.type_v is None:
+    if options.types == (None, None):
         return snapshot
     specs = [as_type(spec, options) for spec in context.memory_spec.groups]
     return converted(snapshot, specs, context.model.convert_rows)
@@ -120,10 +153,11 @@ def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plai
 
 def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
     """The shape of a cache that would store rows that way."""
+    k, v = options.types
     other = replace(
         spec,
-        type_k=spec.type_k if options.type_k is None else KVType.parse(options.type_k),
-        type_v=spec.type_v if options.type_v is None else KVType.parse(options.type_v),
+        type_k=k or spec.type_k,
+        type_v=v or spec.type_v,
         flash_attn=True,  # which way V lies does not matter in a file
     )
     check_types(other)

@@ -188,9 +188,7 @@ class Sequence(EditableText):
         """
         self._check_open()
         with self.context.exclusive():
-            self.compute_waiting()
-            options = LoadOptions(start, stop, positions, convert)
-            load_into(self, path, options)
+            load_into(self, path, LoadOptions(start, stop, positions, convert))
         return self
 
     def close(self) -> None:
@@ -231,6 +229,8 @@ class Sequence(EditableText):
         held = self._held
         if saved.grouped:
             held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
+        if len(held) == len(before):
+            return  # nothing was added
         self._logits = None if before else saved.logits
         if before:
             self._taint(len(before))

@@ -13,7 +13,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from threading import get_ident
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,10 +23,29 @@ from kvcellar.backends.base import ModelFile
 SUFFIX = ".kvcellar.json"
 
 
-def weights_hash(file: ModelFile[Any]) -> str:
-    """The hash, 64 hexadecimal digits; of a file that is not known yet, all of it is read."""
-    status = file.path.stat()
-    stamp = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+Stamp: TypeAlias = "Mapping[str, int] | None"
+"""The size of a file and when it was changed; None: it cannot be told."""
+
+
+def file_stamp(path: str | Path) -> Stamp:
+    """That of a file, to be taken before it is opened."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def weights_hash(file: ModelFile[Any], stamp: Stamp) -> str:
+    """The hash, 64 hexadecimal digits; of a file that is not known yet, all of it is read.
+
+    Args:
+        file: the file, open.
+        stamp: what it was when it was opened. If there is another one at its path by now, nothing
+            that is kept there belongs to this one.
+    """
+    if stamp is None or file_stamp(file.path) != stamp:
+        return compute_hash(file)
     places = list(_places(file.path))
     for place in places:
         if (known := _recall(place, stamp)) is not None:
@@ -71,14 +91,14 @@ def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
         if all(kept[key] == value for key, value in stamp.items()):
             known = str(kept["weights"])
             return known if len(known) == 64 and set(known) <= set("0123456789abcdef") else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
 
 
 def _keep(place: Path, what: Mapping[str, int | str]) -> bool:
     """Keep it; False if that place cannot be written."""
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.{get_ident()}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(what))

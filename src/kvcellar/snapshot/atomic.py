@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import uuid4
 
 from kvcellar.errors import SnapshotFileError
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside the path, which takes its place, and is on the disk, when the block ends well.
+    """An empty file beside the path, which takes its place, and is on the disk, at a good end.
 
     ::
 
@@ -23,9 +24,12 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         SnapshotFileError: it cannot be written; what was there is as it was.
     """
-    beside = path.with_name(f".{path.name}.{uuid4().hex}")
+    beside = path.parent / f".kvcellar-{secrets.token_hex(8)}"
     try:
+        with beside.open("xb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         yield beside
+        beside.chmod(mode)  # whoever writes may put another file in its place
         _sync(beside)
         beside.replace(path)
     except OSError as error:
@@ -36,5 +40,5 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("rb+") as file:
         os.fsync(file.fileno())

@@ -8,7 +8,8 @@ have it. The hashes find damage, not forgery.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
             save_file(arrays, beside, metadata)
         except SafetensorError as error:
             raise SnapshotFileError(f"cannot write {path}: {error}") from error
-    return path.stat().st_size
+        return beside.stat().st_size
 
 
 def read_file(path: Path) -> Described:
@@ -58,27 +59,28 @@ def read_file(path: Path) -> Described:
         SnapshotFileError: it is missing, no snapshot, of a later version, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    try:
-        with safe_open(path, "numpy") as file:
-            return _verified(file.metadata(), list(file.keys()), file.get_tensor)
-    except (OSError, SafetensorError) as error:
-        raise SnapshotFileError(f"cannot read {path}: {error}") from error
-    except SnapshotFileError as error:
-        raise SnapshotFileError(f"{path}: {error}") from error
+    with _opened(path) as file:
+
+        def get(name: str) -> AnyArray:
+            _check_dtype(name, file.get_slice(name).get_dtype())
+            array: AnyArray = file.get_tensor(name)
+            return array
+
+        return _verified(file.metadata(), list(file.keys()), get)
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description alone; its ``"arrays"`` lists the arrays, whose hashes are not compared.
+    """The description alone; its ``"arrays"`` lists the arrays, which are not read.
 
     ``"version"`` and ``"kvcellar"`` say what wrote it.
+
+    Raises:
+        SnapshotFileError: as for :func:`read_file`.
     """
-    try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata()
+    with _opened(path) as file:
+        metadata = file.metadata()
         about = _description(metadata)
         return {**about, **{name: metadata.get(name) for name in ("version", "kvcellar")}}
-    except (OSError, SafetensorError) as error:
-        raise SnapshotFileError(f"cannot read {path}: {error}") from error
 
 
 def to_bytes(described: Described, *, compress: bool) -> bytes:
@@ -95,7 +97,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Described:
     except SafetensorError as error:
         raise SnapshotFileError(f"this is no snapshot: {error}") from error
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
-    return _verified(header.get("__metadata__"), list(found), lambda name: _array(found[name]))
+    return _verified(header.get("__metadata__"), list(found), lambda n: _array(n, found[n]))
 
 
 # -- steps
@@ -104,7 +106,7 @@ _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
 
 
 def _finish(described: Described, compress: bool) -> tuple[Arrays, dict[str, str]]:
-    stored, about = Arrays(), {}
+    stored, about = Arrays(), dict[str, Any]()
     for name, array in described.arrays.items():
         # A row of no bytes has nothing to hash; safetensors keeps its shape.
         plain = np.ascontiguousarray(array)
@@ -134,10 +136,14 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     body = metadata.get("description", "")
     if _hash(body.encode("utf-8", "surrogatepass")) != metadata.get("hash"):
         raise SnapshotFileError("the description is damaged")
-    about = json.loads(body)
-    if not isinstance(about, dict) or not isinstance(about.get("arrays"), dict):
+    try:
+        about = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotFileError(f"the description is damaged: {error}") from error
+    listed = about.get("arrays") if isinstance(about, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
         raise SnapshotFileError("the description is damaged: it lists no arrays")
-    return about
+    return dict(about)
 
 
 def _verified(
@@ -150,7 +156,11 @@ def _verified(
         raise SnapshotFileError(f"arrays are missing or were added: {', '.join(odd[:3])}")
     arrays = Arrays()
     for name in names:
-        array, wanted = get(name), listed[name]
+        wanted = listed[name]
+        try:
+            array = get(name)
+        except (ValueError, OverflowError) as error:  # a shape that NumPy cannot have
+            raise SnapshotFileError(f"the array {name} is damaged: {error}") from error
         if _hash(array) != wanted.get("hash"):
             raise SnapshotFileError(f"the array {name} is damaged")
         arrays[name] = unpack(array, wanted) if "codec" in wanted else array
@@ -166,9 +176,26 @@ def _hash(data: AnyArray | bytes) -> str:
     return state.hexdigest()
 
 
-def _array(found: Mapping[str, Any]) -> AnyArray:
-    dtype = _DTYPES.get(found["dtype"])
-    if dtype is None:
-        raise SnapshotFileError(f"an array has type {found['dtype']}")
+def _array(name: str, found: Mapping[str, Any]) -> AnyArray:
+    dtype = _check_dtype(name, found["dtype"])
     array: AnyArray = np.frombuffer(found["data"], dtype).reshape(found["shape"])
     return array
+
+
+def _check_dtype(name: str, dtype: str) -> type[np.generic]:
+    """The type of that name, if we write it; NumPy lacks some that safetensors has."""
+    if dtype not in _DTYPES:
+        raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")
+    return _DTYPES[dtype]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, for reading; what is wrong with it is said together with its name."""
+    try:
+        with safe_open(path, "numpy") as file:
+            yield file
+    except SnapshotFileError as error:
+        raise SnapshotFileError(f"{path}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise SnapshotFileError(f"cannot read {path}: {error}") from error

@@ -50,9 +50,19 @@ def _formats(print_: Mapping[str, Any]) -> list[Formats]:
     """How K and V of each layer of each group are stored."""
     found = []
     for group, (k, v) in zip(print_["groups"], row_types(print_), strict=True):
-        of_k = tuple(RowFormat(k, int(size)) for size in group["hadamard_k"])
-        found.append((of_k, tuple(RowFormat(v, int(size)) for size in group["hadamard_v"])))
+        sizes = [group.get(name) for name in ("hadamard_k", "hadamard_v")]
+        n_layers = len(group["layers"])
+        for one in sizes:
+            if not isinstance(one, list) or len(one) != n_layers or not all(map(_is_size, one)):
+                raise SnapshotFileError("the snapshot contradicts itself: sizes of transforms")
+        of_k, of_v = ([RowFormat(t, n) for n in ns] for t, ns in zip((k, v), sizes, strict=True))
+        found.append((tuple(of_k), tuple(of_v)))
     return found
+
+
+def _is_size(size: object) -> bool:
+    """Whether there is a transform of that size: a power of two, or 0 for none."""
+    return isinstance(size, int) and 0 <= size == size & -size
 
 
 def _converted(group: CellContent, old: Formats, new: Formats, convert: Convert) -> CellContent:
@@ -76,7 +86,8 @@ def _layers(
 def _rows(rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert) -> ByteArray:
     if src == dst or rows.shape[1] == 0:
         return rows
-    if rows.shape[1] % src.kind.block_bytes:
-        what = f"rows of {rows.shape[1]} bytes cannot be {src.kind.label}"
+    n_values, rest = divmod(rows.shape[1], src.kind.block_bytes)
+    if rest or (src.hadamard and n_values * src.kind.block_size % src.hadamard):
+        what = f"rows of {rows.shape[1]} bytes cannot be {src}"
         raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
     return convert(rows, src, dst)

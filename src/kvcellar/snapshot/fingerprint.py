@@ -58,12 +58,16 @@ def check_same(
         row_types: whether K and V have to be stored alike.
 
     Raises:
-        SnapshotMismatch: they are not; names the first field that differs.
+        SnapshotMismatch: they are not; names a field that differs, the most telling one.
     """
-    for path, a, b in _differences(dict(stored), dict(wanted), ""):
-        name = path.rpartition(".")[2].partition("[")[0]
+    found = [(_name(one[0]), *one) for one in _differences(dict(stored), dict(wanted), "")]
+    # The weights' hash has all settings of a model in it, so one of these says more.
+    found.sort(key=lambda one: 2 if one[0] in ROW_TYPES else int(one[0] == "weights"))
+    is_other = any(name == "weights" for name, *_ in found)
+    for name, path, a, b in found:
         if row_types or name not in ROW_TYPES:
-            raise SnapshotMismatch(path, _short(a), _short(b), _HINTS.get(name, ""))
+            hint = _HINTS.get(name, _HINTS["weights"] if is_other else "")
+            raise SnapshotMismatch(path, _short(a), _short(b), hint)
 
 
 def digest(print_: Mapping[str, Plain]) -> str:
@@ -100,6 +104,11 @@ def _group(spec: CacheSpec) -> dict[str, Plain]:
         "hadamard_v": [spec.hadamard_v(i) for i in numbers],
         "layers": layers,
     }
+
+
+def _name(path: str) -> str:
+    """The last field of a path."""
+    return path.rpartition(".")[2].partition("[")[0]
 
 
 def _differences(a: Plain, b: Plain, path: str) -> Iterator[tuple[str, Plain, Plain]]:

@@ -83,12 +83,13 @@ def understand(described: Described) -> Snapshot:
 
 
 def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
-    kinds, groups = row_types(about["fingerprint"]), about["groups"]
     n_seqs = int(about["n_seqs"])
+    if len(about["texts"]) != n_seqs:
+        raise ValueError(f"{len(about['texts'])} texts of {n_seqs} sequences")
     layers = [len(group["layers"]) for group in about["fingerprint"]["groups"]]
     cells = tuple(
         _to_group(f"group.{g}", arrays, n_layers, n_seqs, one["checkpoints"])
-        for g, (n_layers, one) in enumerate(zip(layers, groups, strict=True))
+        for g, (n_layers, one) in enumerate(zip(layers, about["groups"], strict=True))
     )
     states = None
     if about["states"] is not None:
@@ -103,8 +104,6 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
         )
         for i, text in enumerate(about["texts"])
     )
-    if len(texts) != n_seqs or len(kinds) != len(cells):
-        raise SnapshotFileError("the snapshot's description is damaged: numbers do not agree")
     content = CacheContent(n_seqs, cells, states, int(about["start"]))
     return Snapshot(dict(about["fingerprint"]), content, texts, dict(about["note"]))
 
