@@ -15,24 +15,21 @@ from kvcellar.runtime.demo import find_model
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of reference data, next to the checkout."""
-    folder = Path(__file__).resolve().parents[2] / "shared"
-    if not folder.is_dir():
-        missing(f"no reference data at {folder}")
-    return folder
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference data, from the folder next to the checkout.
 
-
-@pytest.fixture(scope="session")
-def models(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose ``models`` are links to the tiny ones, for tests that hash their weights.
-
-    Hashes are kept beside the files, and the reference data are not to change.
+    A folder of links: hashes of weights are kept beside models, and the data are not to change.
     """
-    folder = tmp_path_factory.mktemp("linked")
+    source = Path(__file__).resolve().parents[2] / "shared"
+    if not source.is_dir():
+        missing(f"no reference data at {source}")
+    folder = tmp_path_factory.mktemp("shared")
     (folder / "models").mkdir()
-    for path in (shared / "models").glob("*.gguf"):
-        (folder / "models" / path.name).symlink_to(path.resolve())
+    for path in (source / "models").glob("*.gguf"):
+        (folder / "models" / path.name).symlink_to(path)
+    for path in source.iterdir():
+        if path.name != "models":
+            (folder / path.name).symlink_to(path)
     return folder
 
 

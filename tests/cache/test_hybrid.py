@@ -304,7 +304,7 @@ class TestPlacing:
             full, window = plan.groups
             assert np.flatnonzero(full.mask[0] == 0).tolist() == [0, 1, 2, 3, 4, 5]
             assert window.lists is not None
-            assert window.lists.cells.tolist() == [2, 3, 4, 5]
+            assert window.lists.of(0).tolist() == [2, 3, 4, 5]
 
     def test_released_is_as_before(self) -> None:
         cache = hybrid()

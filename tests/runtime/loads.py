@@ -24,9 +24,9 @@ from tests.runtime.archs import (
 TEXT = text(1, 40)
 
 
-def written(models: Path, arch: str, path: Path, tokens: list[int] = TEXT, **options: Any) -> Path:
+def written(shared: Path, arch: str, path: Path, tokens: list[int] = TEXT, **options: Any) -> Path:
     """Save a text by a context of its own."""
-    with opened(models, arch, **{**F32, **options}) as context:
+    with opened(shared, arch, **{**F32, **options}) as context:
         context.sequence(tokens).save(path)
     return path
 

@@ -41,8 +41,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Iterator[Context]:
-    with opened(models, "llama-dense", **F32) as made:
+def plain(shared: Path) -> Iterator[Context]:
+    with opened(shared, "llama-dense", **F32) as made:
         yield made
 
 
@@ -61,9 +61,9 @@ def closing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("arch", KINDS)
 @pytest.mark.parametrize("sizes", [{"n_ctx": 96, "n_seq_max": 2}, {"n_ctx": 2048, "n_seq_max": 70}])
-def test_other_sizes(models: Path, arch: str, sizes: dict[str, Any], path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, n_ubatch=7, flash_attn=True, **sizes, **F32) as context:
+def test_other_sizes(shared: Path, arch: str, sizes: dict[str, Any], path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, n_ubatch=7, flash_attn=True, **sizes, **F32) as context:
         other = context.sequence(text(2, 30))  # so it gets another id, and other cells
         loaded = context.load(path)
         assert loaded.seq_id == 1
@@ -76,11 +76,11 @@ def test_other_sizes(models: Path, arch: str, sizes: dict[str, Any], path: Path)
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("full", [False, True])
 def test_windows_that_slide_and_those_that_do_not(
-    models: Path, arch: str, full: bool, path: Path
+    shared: Path, arch: str, full: bool, path: Path
 ) -> None:
     tokens = text(1, 400)
-    written(models, arch, path, tokens, swa_full=full)
-    with opened(models, arch, swa_full=full, **F32) as context:
+    written(shared, arch, path, tokens, swa_full=full)
+    with opened(shared, arch, swa_full=full, **F32) as context:
         loaded = context.load(path)
         assert loaded.tokens == tokens
         loaded.append([7])
@@ -89,23 +89,23 @@ def test_windows_that_slide_and_those_that_do_not(
         check_logits(context, loaded.logits, [*tokens, 9])
 
 
-def test_v_the_other_way(models: Path, path: Path) -> None:
+def test_v_the_other_way(shared: Path, path: Path) -> None:
     for way in (True, False):
-        written(models, "llama-dense", path, flash_attn=way, kernel=False)
-        with opened(models, "llama-dense", flash_attn=not way, kernel=False, **F32) as context:
+        written(shared, "llama-dense", path, flash_attn=way, kernel=False)
+        with opened(shared, "llama-dense", flash_attn=not way, kernel=False, **F32) as context:
             loaded = context.load(path).append([7])
             check_logits(context, loaded.logits, [*TEXT, 7])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_other_backend(models: Path, arch: str, path: Path) -> None:
+def test_the_other_backend(shared: Path, arch: str, path: Path) -> None:
     logits: list[Float32Array] = []
     for first, second in (("ggml", "numpy"), ("numpy", "ggml")):
-        with opened(models, arch, first, n_ctx=64, **F32) as context:
+        with opened(shared, arch, first, n_ctx=64, **F32) as context:
             sequence = context.sequence(TEXT)
             sequence.save(path)
             logits.append(sequence.append([7]).logits)
-        with opened(models, arch, second, n_ctx=64, **F32) as context:
+        with opened(shared, arch, second, n_ctx=64, **F32) as context:
             logits.append(context.load(path).append([7]).logits)
     # Without any snapshot they differ by as much, most of all after norms with a bias.
     assert max(nmse(one, logits[0]) for one in logits) < 1e-6
@@ -114,16 +114,16 @@ def test_the_other_backend(models: Path, arch: str, path: Path) -> None:
 # -- behind other text
 
 
-def test_into_a_sequence(plain: Context, models: Path, path: Path) -> None:
-    written(models, "llama-dense", path)
+def test_into_a_sequence(plain: Context, shared: Path, path: Path) -> None:
+    written(shared, "llama-dense", path)
     sequence = plain.sequence()
     assert sequence.load(path) is sequence
     assert sequence.tainted is None
     check_logits(plain, sequence.logits, TEXT)
 
 
-def test_behind_the_text_of_a_sequence(plain: Context, models: Path, path: Path) -> None:
-    written(models, "llama-dense", path)
+def test_behind_the_text_of_a_sequence(plain: Context, shared: Path, path: Path) -> None:
+    written(shared, "llama-dense", path)
     sequence = plain.sequence(text(2, 10))
     unchanged(plain, PositionError, "load it behind", lambda: sequence.load(path))
     sequence.push(3)
@@ -147,9 +147,9 @@ def test_a_text_in_pieces_is_the_text(plain: Context, path: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("arch", [WINDOWED[0], HYBRID[0], RECURRENT[0]])
-def test_states_and_windows_only_into_what_is_empty(models: Path, arch: str, path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, **F32) as context:
+def test_states_and_windows_only_into_what_is_empty(shared: Path, arch: str, path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, **F32) as context:
         sequence = context.sequence(text(2, 10))
         unchanged(context, NotSupported, "not empty", lambda: sequence.load(path, positions=10))
         empty = context.sequence().load(path)
@@ -171,9 +171,9 @@ def test_nothing_is_added_by_an_empty_file(plain: Context, path: Path) -> None:
 
 @pytest.mark.parametrize("where", [0, 1, 17, 300])
 def test_positions_move_and_k_is_rotated(
-    plain: Context, models: Path, path: Path, where: int
+    plain: Context, shared: Path, path: Path, where: int
 ) -> None:
-    written(models, "llama-dense", path)
+    written(shared, "llama-dense", path)
     loaded = plain.load(path, positions=where)
     assert loaded.positions.tolist() == list(range(where, where + 40))
     assert loaded.tainted == (0 if where else None)
@@ -186,16 +186,16 @@ def test_positions_move_and_k_is_rotated(
 
 
 @pytest.mark.parametrize("where", [-1, 2**31, 1.5, True])
-def test_positions_that_there_are_not(plain: Context, models: Path, path: Path, where: Any) -> None:
-    written(models, "llama-dense", path)
+def test_positions_that_there_are_not(plain: Context, shared: Path, path: Path, where: Any) -> None:
+    written(shared, "llama-dense", path)
     unchanged(plain, OptionError, "positions", lambda: plain.load(path, positions=where))
     unchanged(plain, PositionError, "largest", lambda: plain.load(path, positions=2**31 - 20))
 
 
 def test_what_cannot_be_rotated(
-    plain: Context, models: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Context, shared: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(models, "llama-dense", path)
+    written(shared, "llama-dense", path)
     plain.sequence(TEXT)
     monkeypatch.setattr(type(plain.cache), "can_shift", property(lambda _: False))
     unchanged(plain, ShiftUnsupported, "rotated", lambda: plain.load(path, positions=3))
@@ -203,9 +203,9 @@ def test_what_cannot_be_rotated(
 
 
 @pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba-dense"])
-def test_positions_where_there_are_states_or_windows(models: Path, arch: str, path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, **F32) as context:
+def test_positions_where_there_are_states_or_windows(shared: Path, arch: str, path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, **F32) as context:
         loaded = context.load(path, positions=5)
         assert loaded.positions.tolist() == list(range(5, 45))
         other = context.sequence()
@@ -221,8 +221,8 @@ def test_positions_where_there_are_states_or_windows(models: Path, arch: str, pa
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 7), (0, None), (5, 12), (5, None), (40, 40), (0, 0)]
 )
-def test_a_part(plain: Context, models: Path, path: Path, start: int, stop: int | None) -> None:
-    written(models, "llama-dense", path)
+def test_a_part(plain: Context, shared: Path, path: Path, start: int, stop: int | None) -> None:
+    written(shared, "llama-dense", path)
     loaded = plain.load(path, start=start, stop=stop)
     assert loaded.tokens == TEXT[start:stop]
     assert loaded.positions.tolist() == list(range(40))[start:stop]
@@ -243,10 +243,10 @@ def test_a_part_at_another_position(plain: Context, path: Path) -> None:
 
 @pytest.mark.parametrize("arch", [*WINDOWED, *HYBRID, *RECURRENT])
 @pytest.mark.parametrize("n", [40, 400])
-def test_the_beginning_of_states_and_windows(models: Path, arch: str, n: int, path: Path) -> None:
+def test_the_beginning_of_states_and_windows(shared: Path, arch: str, n: int, path: Path) -> None:
     tokens = text(1, n)
-    written(models, arch, path, tokens)
-    with opened(models, arch, **F32) as context:
+    written(shared, arch, path, tokens)
+    with opened(shared, arch, **F32) as context:
         loaded = context.load(path, stop=n - 10)
         assert loaded.tokens == tokens[: n - 10]
         loaded.append([7])
@@ -264,7 +264,7 @@ def test_the_beginning_of_states_and_windows(models: Path, arch: str, n: int, pa
     [{"start": -1}, {"start": 41}, {"stop": 41}, {"start": 7, "stop": 6}, {"stop": "x"}],
 )
 def test_a_part_that_there_is_not(
-    plain: Context, models: Path, path: Path, arguments: dict[str, Any]
+    plain: Context, shared: Path, path: Path, arguments: dict[str, Any]
 ) -> None:
-    written(models, "llama-dense", path)
+    written(shared, "llama-dense", path)
     unchanged(plain, OptionError, "start|stop", lambda: plain.load(path, **arguments))

@@ -44,8 +44,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Iterator[Context]:
-    with opened(models, "llama-dense", **F32) as made:
+def plain(shared: Path) -> Iterator[Context]:
+    with opened(shared, "llama-dense", **F32) as made:
         yield made
 
 
@@ -85,10 +85,10 @@ MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arch", "options", "match"), MISMATCHES)
 def test_what_differs_is_named(
-    models: Path, arch: str, options: dict[str, Any], match: str, path: Path
+    shared: Path, arch: str, options: dict[str, Any], match: str, path: Path
 ) -> None:
-    written(models, "llama-dense", path)
-    with opened(models, arch, **{**F32, **options}) as context:
+    written(shared, "llama-dense", path)
+    with opened(shared, arch, **{**F32, **options}) as context:
         context.sequence(text(2, 10))
         unchanged(context, SnapshotMismatch, match, lambda: context.load(path))
         unchanged(context, SnapshotMismatch, match, lambda: context.load_all(path))
@@ -125,14 +125,14 @@ def test_other_settings_of_the_same_weights(
         assert "by another model" in str(caught.value)
 
 
-def test_converted_types(models: Path, path: Path) -> None:
-    written(models, "llama-dense", path)
+def test_converted_types(shared: Path, path: Path) -> None:
+    written(shared, "llama-dense", path)
     for types, limit in (({"type_k": "f16"}, 1e-5), ({"type_k": "q8_0", "type_v": "q4_0"}, 0.05)):
-        with opened(models, "llama-dense", **{**F32, **types}) as context:
+        with opened(shared, "llama-dense", **{**F32, **types}) as context:
             loaded, wanted = context.load(path, convert=True), context.sequence(TEXT)
             got = loaded.append([7]).logits
             assert nmse(got, wanted.append([7]).logits) < limit
-    with opened(models, "llama-dense", **F32) as context:
+    with opened(shared, "llama-dense", **F32) as context:
         exact = context.load(path, convert=True)
         exact.save(path.with_name("again"))
         one, again = (describe(understand(read_file(p))) for p in (path, path.with_name("again")))
@@ -152,9 +152,9 @@ def test_several_and_one(plain: Context, path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", KINDS[:4])
-def test_no_room(models: Path, arch: str, path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, n_ctx=64, **F32) as context:
+def test_no_room(shared: Path, arch: str, path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, n_ctx=64, **F32) as context:
         context.sequence(text(2, 30))
         unchanged(context, CacheFull, "40 cells needed, 34 free", lambda: context.load(path))
         sequence = context.sequence()
@@ -163,9 +163,9 @@ def test_no_room(models: Path, arch: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", KINDS)
-def test_no_sequence_left(models: Path, arch: str, path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, n_seq_max=1, **F32) as context:
+def test_no_sequence_left(shared: Path, arch: str, path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, n_seq_max=1, **F32) as context:
         sequence = context.sequence(text(2, 30))
         unchanged(context, SequenceIdError, "taken", lambda: context.load(path))
         sequence.close()
@@ -203,9 +203,9 @@ def bent(path: Path, change: Callable[[dict[str, Any], Any], None]) -> None:
     ],
 )
 def test_what_cannot_be_true_is_refused(
-    plain: Context, models: Path, path: Path, change: Any, match: str
+    plain: Context, shared: Path, path: Path, change: Any, match: str
 ) -> None:
-    written(models, "llama-dense", path)
+    written(shared, "llama-dense", path)
     bent(path, change)
     plain.sequence(text(2, 5))
     for more in ({}, {"start": 3}, {"positions": 9}, {"convert": True}):
@@ -216,9 +216,9 @@ def test_what_cannot_be_true_is_refused(
 
 
 @pytest.mark.parametrize("arch", KINDS)
-def test_what_is_rolled_back_was_never_loaded(models: Path, arch: str, path: Path) -> None:
-    written(models, arch, path)
-    with opened(models, arch, **F32) as context:
+def test_what_is_rolled_back_was_never_loaded(shared: Path, arch: str, path: Path) -> None:
+    written(shared, arch, path)
+    with opened(shared, arch, **F32) as context:
         first, empty = context.sequence(text(2, 10)), context.sequence()
         before = seen(context)
         with context.cache.transaction() as transaction:
@@ -235,9 +235,9 @@ def test_what_is_rolled_back_was_never_loaded(models: Path, arch: str, path: Pat
 
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
 def test_embeddings_that_would_have_to_be_computed_again(
-    models: Path, arch: str, path: Path
+    shared: Path, arch: str, path: Path
 ) -> None:
-    with opened(models, arch, **F32) as context:
+    with opened(shared, arch, **F32) as context:
         sequence = context.sequence([1])
         values = np.ones((3, context.model.spec.n_embd), np.float32)
         context.decode(Batch.of_embeddings(values, sequence.seq_id))
@@ -254,8 +254,8 @@ def test_embeddings_that_would_have_to_be_computed_again(
         context.cache.check()
 
 
-def test_a_failed_load_inside_a_transaction(plain: Context, models: Path, path: Path) -> None:
-    written(models, "llama-dense", path)
+def test_a_failed_load_inside_a_transaction(plain: Context, shared: Path, path: Path) -> None:
+    written(shared, "llama-dense", path)
     plain.sequence(text(2, 10))
     with plain.cache.transaction():
         other = plain.sequence(text(3, 5))

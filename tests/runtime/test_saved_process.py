@@ -93,9 +93,9 @@ def n_runs(context: Context, sequence: Sequence) -> int:
     return 1 + int(np.count_nonzero(np.diff(cells) != 1))
 
 
-def uninterrupted(case: Case, models: Path, path: Path) -> Float32Array:
+def uninterrupted(case: Case, shared: Path, path: Path) -> Float32Array:
     """Save a text and go on with it."""
-    with opened(models, case.arch, **{**SIZES, **case.options}) as context:
+    with opened(shared, case.arch, **{**SIZES, **case.options}) as context:
         if case.scattered:
             scatter(context)
         sequence = context.sequence(text(1, case.n))
@@ -106,15 +106,15 @@ def uninterrupted(case: Case, models: Path, path: Path) -> Float32Array:
 
 @pytest.fixture(scope="module")
 def outcomes(
-    models: Path, tmp_path_factory: pytest.TempPathFactory
+    shared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Float32Array, Float32Array]]:
     """Of each case the logits of a run that went on, and of one that another process did."""
     folder = tmp_path_factory.mktemp("saved")
     wanted, jobs = {}, []
     for i, case in enumerate(CASES):
         path, out = folder / f"{i}.safetensors", folder / f"{i}.npy"
-        wanted[str(case)] = uninterrupted(case, models, path)
-        model = models / "models" / f"{case.arch}.gguf"
+        wanted[str(case)] = uninterrupted(case, shared, path)
+        model = shared / "models" / f"{case.arch}.gguf"
         options = {**SIZES, **case.options}
         job = {"model": str(model), "options": options, "path": str(path), "steps": STEPS}
         jobs.append({**job, "out": str(out)})

@@ -40,14 +40,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def context(request: pytest.FixtureRequest, models: Path) -> Iterator[Context]:
-    with opened(models, request.param, **F32) as made:
+def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
+    with opened(shared, request.param, **F32) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Iterator[Context]:
-    with opened(models, "llama-dense", **F32) as made:
+def plain(shared: Path) -> Iterator[Context]:
+    with opened(shared, "llama-dense", **F32) as made:
         yield made
 
 
@@ -74,8 +74,8 @@ def n_decoded(context: Context) -> int:
 
 @pytest.mark.parametrize("backend", ["ggml", "numpy"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_save_load_save_is_the_same(models: Path, arch: str, backend: str, path: Path) -> None:
-    with opened(models, arch, backend, n_ctx=128) as context:
+def test_save_load_save_is_the_same(shared: Path, arch: str, backend: str, path: Path) -> None:
+    with opened(shared, arch, backend, n_ctx=128) as context:
         sequence = context.sequence(text(1, 20)).append(text(2, 20))
         assert sequence.save(path) == path.stat().st_size
         first = saved(path)
@@ -230,8 +230,8 @@ def test_part_of_a_grouped_text_can_be_extended_on(plain: Context, path: Path) -
 
 
 @pytest.mark.parametrize("arch", [*WINDOWED[:1], *HYBRID[:1], *RECURRENT[:1]])
-def test_a_part_where_there_are_states_or_windows(models: Path, arch: str, path: Path) -> None:
-    with opened(models, arch, n_ctx=1024, **F32) as context:
+def test_a_part_where_there_are_states_or_windows(shared: Path, arch: str, path: Path) -> None:
+    with opened(shared, arch, n_ctx=1024, **F32) as context:
         sequence = context.sequence(text(1, 300)).append(text(2, 100))
         sequence.save(path, stop=300)  # there is something to go back to
         loaded = context.load(path)
@@ -283,12 +283,12 @@ def test_none_at_all(context: Context, path: Path) -> None:
     assert context.load_all(path) == ()
 
 
-def test_wrong_sequences(plain: Context, models: Path, path: Path) -> None:
+def test_wrong_sequences(plain: Context, shared: Path, path: Path) -> None:
     first = plain.sequence(text(1, 5))
     with pytest.raises(OptionError, match="only once"):
         plain.save(path, [first, first])
     with (
-        opened(models, "llama-dense") as other,
+        opened(shared, "llama-dense") as other,
         pytest.raises(OptionError, match="another context"),
     ):
         plain.save(path, [first, other.sequence()])
@@ -315,18 +315,34 @@ def test_stored_as_another_type(plain: Context, path: Path, kind: str, compress:
     assert (group["type_k"], group["type_v"]) == (kind, kind)
 
 
-def test_a_wider_type_loses_nothing(models: Path, path: Path) -> None:
+def test_a_wider_type_loses_nothing(shared: Path, path: Path) -> None:
     for types in ({}, {"type_k": "q8_0", "type_v": "q4_0"}):
-        with opened(models, "llama-dense", **types) as context:
+        with opened(shared, "llama-dense", **types) as context:
             sequence = context.sequence(text(1, 20))
             sequence.save(path)
             plainly = saved(path)
             sequence.save(path, type_k="f32", type_v="f32")
             loaded = context.load(path, convert=True)
             assert np.array_equal(loaded.logits, sequence.logits)
+            assert loaded.rounded  # nobody can tell that f32 lost nothing
+            loaded.rounded = ""
             loaded.save(path)
             if not types:  # a block's scale may differ by a bit
                 assert_same(saved(path), plainly)
+
+
+def test_a_file_knows_that_its_rows_were_rounded_before(shared: Path, path: Path) -> None:
+    with opened(shared, "llama-dense") as context:
+        context.sequence(text(1, 20)).save(path, type_k="f32", type_v="f32")
+    with opened(shared, "llama-dense", type_k="f32", type_v="f32") as context:
+        loaded = context.load(path)  # stored as the context would, but computed as f16
+        assert loaded.rounded
+        loaded.save(path)
+        again = context.load(path)
+        assert again.rounded == loaded.rounded
+        fresh = context.sequence(text(1, 20))
+        fresh.save(path)
+        assert fresh.rounded == context.load(path).rounded == ""
 
 
 @pytest.mark.parametrize("arguments", [{"type_k": "f17"}, {"type_v": "nonsense"}])
@@ -348,10 +364,10 @@ def test_compressed_files_are_smaller(plain: Context, path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", [*WINDOWED, *HYBRID, *RECURRENT])
-def test_checkpoints_are_carried(models: Path, arch: str, path: Path) -> None:
-    with opened(models, arch, **F32) as context:
+def test_checkpoints_are_carried(shared: Path, arch: str, path: Path) -> None:
+    with opened(shared, arch, **F32) as context:
         context.sequence(text(1, 300)).append(text(2, 100)).save(path)
-    with opened(models, arch, **F32) as context:
+    with opened(shared, arch, **F32) as context:
         loaded = context.load(path).trim(100)
         assert loaded.tokens == text(1, 300)
         assert n_decoded(context) == 0
@@ -361,12 +377,12 @@ def test_checkpoints_are_carried(models: Path, arch: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba2-dense"])
-def test_without_checkpoints(models: Path, arch: str, path: Path) -> None:
-    with opened(models, arch, **F32) as context:
+def test_without_checkpoints(shared: Path, arch: str, path: Path) -> None:
+    with opened(shared, arch, **F32) as context:
         sequence = context.sequence(text(1, 300)).append(text(2, 100))
         n_with = sequence.save(path)
         assert sequence.save(path, checkpoints=False) < n_with
-    with opened(models, arch, **F32) as context:
+    with opened(shared, arch, **F32) as context:
         loaded = context.load(path).trim(100).append([7])
         assert n_decoded(context) == 301
         check_logits(context, loaded.logits, [*text(1, 300), 7])
@@ -394,8 +410,8 @@ def test_a_file_that_cannot_be_written(
     assert len(list(path.parent.iterdir())) == 1
 
 
-def test_a_closed_context(models: Path, path: Path) -> None:
-    with opened(models, "llama-dense") as context:
+def test_a_closed_context(shared: Path, path: Path) -> None:
+    with opened(shared, "llama-dense") as context:
         sequence: Sequence = context.sequence(text(1, 5))
         sequence.save(path)
     for call in (

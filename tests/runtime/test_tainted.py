@@ -20,8 +20,8 @@ TEXT = text(1, 24)
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path) -> Iterator[Context]:
-    with opened(models, "llama-dense", n_ctx=128, **F32) as made:
+def plain(shared: Path) -> Iterator[Context]:
+    with opened(shared, "llama-dense", n_ctx=128, **F32) as made:
         yield made
 
 
@@ -152,8 +152,8 @@ def test_it_is_saved(sequence: Sequence, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
-def test_what_is_computed_again_is_fresh(models: Path, arch: str) -> None:
-    with opened(models, arch, **F32) as context:
+def test_what_is_computed_again_is_fresh(shared: Path, arch: str) -> None:
+    with opened(shared, arch, **F32) as context:
         sequence = context.sequence(TEXT)
         assert sequence.remove(7, 10).tainted is None
         assert sequence.append([5]).tainted is None
@@ -162,8 +162,8 @@ def test_what_is_computed_again_is_fresh(models: Path, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
-def test_windows(models: Path, arch: str) -> None:
-    with opened(models, arch, **F32) as context:
+def test_windows(shared: Path, arch: str) -> None:
+    with opened(shared, arch, **F32) as context:
         sequence = context.sequence(text(1, 400))
         sequence.remove(390, 393)
         in_place = context.cache.seq_count(sequence.seq_id) == 397

@@ -92,8 +92,8 @@ def test_the_hash_is_pinned(path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_both_backends_have_the_same(models: Path, arch: str, counted: Counted) -> None:
-    path = models / "models" / f"{arch}.gguf"
+def test_both_backends_have_the_same(shared: Path, arch: str, counted: Counted) -> None:
+    path = shared / "models" / f"{arch}.gguf"
     sidecar(path).unlink(missing_ok=True)
     first = hash_of(path, "ggml")
     sidecar(path).unlink()

@@ -92,7 +92,7 @@ def test_the_metadata_say_what_it_is(path: Path) -> None:
     assert metadata["kvcellar"] == kvcellar.__version__
     about = json.loads(metadata["description"])
     assert set(about) == {*describe(sample()).description, "arrays"}
-    assert read_description(path) == about
+    assert read_description(path) == {**about, "version": "1", "kvcellar": kvcellar.__version__}
     assert set(about["arrays"]) == set(load_file(path))
     assert all(len(one["hash"]) == 32 for one in about["arrays"].values())
 

@@ -393,9 +393,9 @@ def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba-dense"])
-def test_a_forged_file_breaks_no_kind_of_cache(models: Path, arch: str, tmp_path: Path) -> None:
+def test_a_forged_file_breaks_no_kind_of_cache(shared: Path, arch: str, tmp_path: Path) -> None:
     path, rng = tmp_path / "text", np.random.default_rng(6)
-    with opened(models, arch, n_ctx=128, n_seq_max=2) as context:
+    with opened(shared, arch, n_ctx=128, n_seq_max=2) as context:
         first = context.sequence(text(1, 50)).append(text(2, 9))
         context.save(path)
         saved, logits, n_refused = understand(read_file(path)), first.logits, 0

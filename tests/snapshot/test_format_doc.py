@@ -43,10 +43,10 @@ def quoted(cells: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module", params=["gemma3-dense", "jamba-dense", "deepseek2-moe"])
 def path(
-    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("format") / "text"
-    with opened(models, request.param, type_k="q8_0") as context:
+    with opened(shared, request.param, type_k="q8_0") as context:
         context.sequence(text(1, 300)).append(text(2, 9))
         context.sequence()
         context.save(path)
@@ -115,10 +115,10 @@ def test_arrays(path: Path) -> None:
         assert len(shape.split(",")) == array.ndim
 
 
-def test_every_array_that_is_described_exists(models: Path, tmp_path: Path) -> None:
+def test_every_array_that_is_described_exists(shared: Path, tmp_path: Path) -> None:
     names: set[str] = set()
     for arch in ("gemma3-dense", "jamba-dense"):
-        with opened(models, arch, n_ctx=512) as context:
+        with opened(shared, arch, n_ctx=512) as context:
             context.sequence(text(1, 300)).append(text(2, 100))
             context.save(tmp_path / arch)
         names |= set(arrays_of(tmp_path / arch))
@@ -135,8 +135,8 @@ def test_the_hashes_are_as_described(path: Path) -> None:
         assert xxhash.xxh3_128_hexdigest(data) == listed[name]["hash"]
 
 
-def test_compressed_arrays_are_as_described(models: Path, tmp_path: Path) -> None:
-    with opened(models, "llama-dense") as context:
+def test_compressed_arrays_are_as_described(shared: Path, tmp_path: Path) -> None:
+    with opened(shared, "llama-dense") as context:
         sequence = context.sequence(text(1, 60))
         sequence.save(tmp_path / "plain")
         sequence.save(tmp_path / "small", compress=True)

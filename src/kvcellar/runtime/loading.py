@@ -126,9 +126,9 @@ def put_into(
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
-    if stored_as["groups"] != context.fingerprint["groups"]:
-        for text in texts:
-            text.rounded = digest(stored_as)
+    is_other = stored_as["groups"] != context.fingerprint["groups"]
+    for text, one in zip(texts, saved, strict=True):
+        text.rounded = digest(stored_as) if is_other else one.rounded or text.rounded
 
 
 def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
@@ -171,6 +171,7 @@ def _part(
         text.grouped[start:stop],
         min(text.grouped_end, p1),
         tainted_part(text.tainted, start, stop),
+        text.rounded,
     )
     if start or _can_cut(content):
         return between(content, p0, p1), (cut,), 0

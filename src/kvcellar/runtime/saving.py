@@ -13,7 +13,7 @@ from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
 from kvcellar.snapshot.container import write_file
 from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.fingerprint import Plain, stored_as
+from kvcellar.snapshot.fingerprint import Plain, digest, stored_as
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.types import CacheSpec, Int32Array, KVType
@@ -105,6 +105,7 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
         whole.grouped[start:stop],
         min(whole.grouped_end, p1),
         tainted_part(whole.tainted, start, stop),
+        whole.rounded,
     )
     note = dict(options.note or {})
     return stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
@@ -142,7 +143,12 @@ def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapsh
     if options.types == (None, None):
         return snapshot
     specs = [as_type(spec, options) for spec in context.memory_spec.groups]
-    return converted(snapshot, specs, context.model.convert_rows)
+    other = converted(snapshot, specs, context.model.convert_rows)
+    if other is snapshot:
+        return snapshot
+    were = digest(snapshot.fingerprint)
+    texts = tuple(replace(text, rounded=text.rounded or were) for text in other.texts)
+    return replace(other, texts=texts)
 
 
 def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plain]:

@@ -213,7 +213,7 @@ class Sequence(EditableText):
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
-        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted)
+        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
 
     @property
     def tainted(self) -> int | None:

@@ -56,8 +56,8 @@ def describe(snapshot: Snapshot) -> Described:
         if text.logits is not None:
             arrays[f"sequence.{i}.logits"] = text.logits
         grouped: list[Plain] = list(text.grouped)
-        at, tainted = text.grouped_end, text.tainted
-        texts.append({"grouped": grouped, "grouped_end": at, "tainted": tainted})
+        known: dict[str, Plain] = {"grouped": grouped, "grouped_end": text.grouped_end}
+        texts.append({**known, "tainted": text.tainted, "rounded": text.rounded})
     description: dict[str, Plain] = {
         "fingerprint": dict(snapshot.fingerprint),
         "n_seqs": content.n_seqs,
@@ -101,6 +101,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
             tuple(int(token) for token in text["grouped"]),
             int(text["grouped_end"]),
             None if text["tainted"] is None else int(text["tainted"]),
+            str(text["rounded"]),
         )
         for i, text in enumerate(about["texts"])
     )

@@ -20,12 +20,15 @@ class SavedText:
         grouped_end: the position that they end before.
         tainted: the first token whose K and V are not what a fresh decode of the text would give,
             because something before it was removed or is elsewhere; None: there is none.
+        rounded: the digest of a fingerprint in whose types K and V once were, if that was not how
+            they are stored here; else "".
     """
 
     logits: Float32Array | None = None
     grouped: tuple[int, ...] = ()
     grouped_end: int = 0
     tainted: int | None = None
+    rounded: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
