@@ -35,7 +35,7 @@ def engines() -> tuple[Peer, ...]:
             TRANSFORMERS,
             "_worker_transformers.py",
             ("transformers", "torch", "gguf"),
-            "transformers torch gguf",
+            "transformers torch gguf accelerate",
         ),
     )
 

@@ -49,7 +49,8 @@ class Transformers(Engine):
     def rewind(self, n: int) -> Measured:
         """See ``CellEngine``."""
         start = perf_counter()
-        self.cache.crop(n)
+        if (behind := self.cache.get_seq_length() - n) > 0:
+            self.cache.crop(-behind)
         return one(perf_counter() - start, 1)
 
     def decode(self, steps: int) -> Measured:
