@@ -84,4 +84,4 @@ def test_states_without_a_budget_keep_none() -> None:
     for nothing in ({"checkpoints": 0}, {"checkpoint_bytes": 0}, {"checkpoint_bytes": 55}):
         cache = cache_for(STATE, **nothing)
         assert isinstance(cache, RecurrentCache)
-        assert (cache.store.spec.n_rows, cache.states.limit) == (4, 0)
+        assert (cache.store.spec.n_rows, cache.states.limit) == (6, 0)

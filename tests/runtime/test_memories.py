@@ -286,3 +286,17 @@ class TestContexts:
             assert sequence.tokens == PROMPT
             sequence.append([3])
             check_logits(context, sequence.logits, [*PROMPT, 3])
+
+
+@pytest.mark.parametrize("arch", ["mamba-dense", "jamba-dense"])
+def test_a_transaction_needs_no_checkpoints(shared: Path, arch: str) -> None:
+    with opened(shared, arch, n_seq_max=1, checkpoints=0) as context:
+        sequence = context.sequence(text(1, 5))
+        before = sequence.logits.copy()
+        with context.cache.transaction() as attempt:
+            for token in text(2, 4):
+                sequence.append([token])
+            attempt.rollback()
+        assert len(sequence) == 5
+        assert np.array_equal(sequence.logits, before)
+        context.cache.check()

@@ -44,10 +44,11 @@ from kvcellar.types import MAX_POSITION, CacheSpec
 def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
     """How many rows a store needs, so that a batch of all sequences always finds free ones.
 
-    Of each sequence the state that it has and the one being decoded. What a transaction may want
-    back needs rows as well; there checkpoints make room, or ``CacheFull`` says that none is left.
+    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
+    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
+    room, or ``CacheFull`` says that none is left.
     """
-    return 2 * n_seq_max + n_checkpoints
+    return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
 
 
 class RecurrentCache(Recorded, PortsStates, Decoding):

@@ -12,7 +12,7 @@ import ctypes as c
 
 import numpy as np
 
-from kvcellar.backends.ggml.kernel.jit import compile_attention, processor, why_not
+from kvcellar.backends.ggml.kernel.jit import Compiled, compile_attention, processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
@@ -90,6 +90,7 @@ class AttentionKernel:
         self._work = Work()
         self._tasks: dict[tuple[float, float], Task] = {}
         self._shapes: dict[KernelShape, int] = {}  # with their largest n_head_kv
+        self._kept: dict[int, Compiled] = {}  # by address; graphs have nothing but addresses
         self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
 
     def function(
@@ -109,7 +110,9 @@ class AttentionKernel:
         types = (self._spec.type_k, self._spec.type_v)
         shape = KernelShape(*sizes, *types, softcap=softcap, sinks=sinks)
         self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
-        return compile_attention(shape).address
+        compiled = compile_attention(shape)
+        self._kept[compiled.address] = compiled
+        return compiled.address
 
     def task(self, scale: float, softcap: float = 0.0) -> int:
         """The address of the user data for nodes with that scale and cap, 0 for none."""

@@ -72,7 +72,7 @@ def has_byte_products() -> bool:
     return all(has.get(name) for name in ("avx512f", "avx512vl", "avx512bw", "avx512vnni"))
 
 
-@cache  # graphs keep addresses
+@cache  # whoever uses it keeps it: two threads may compile the same, and one result goes
 def compile_attention(shape: KernelShape) -> Compiled:
     """The attention kernel of a shape, as machine code."""
     from kvcellar.backends.ggml.kernel.code import FUNCTION, kernel_ir
