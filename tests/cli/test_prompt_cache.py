@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.cli import opened
 from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.opened import open_or_make
 from kvcellar.cli.prefill import read_tokens
-from kvcellar.cli.prompt_store import Forgiving, kept
+from kvcellar.cli.prompt_store import Forgiving, PromptStore, kept
 from kvcellar.errors import CacheFull, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.stores.base import Store
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
 from tests.cli.helpers import Invoke
@@ -278,3 +281,19 @@ def test_a_conversation_begins_with_what_an_earlier_one_computed(
     assert first.stderr.startswith(f"0 of {n} tokens")
     assert reused[0] == f"256 of {n}"
     assert int(reused[1].split()[0]) > n
+
+
+def test_a_folder_has_a_budget_unless_one_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def remember(where: str, max_bytes: int | None = None) -> Store:
+        asked.append(max_bytes)
+        return open_or_make(where, max_bytes)
+
+    monkeypatch.setattr(opened, "open_or_make", remember)
+    for size in (None, "5M"):
+        with PromptStore(str(tmp_path / "store"), None, size).open():
+            pass
+    assert asked == [10 * 2**30, 5 * 2**20]

@@ -95,7 +95,7 @@ CacheBytes = Annotated[
     typer.Option(
         "--cache-bytes",
         metavar="SIZE",
-        help="What a folder may take, such as 20G; what is unused for longest leaves.",
+        help="What a folder may take (10G); what is unused for longest leaves.",
         rich_help_panel=_PROMPTS,
     ),
 ]

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FOLDER_BYTES = "10G"
+"""What a folder may take if nobody says: a disk must not fill up unseen."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptStore:
@@ -30,7 +33,7 @@ class PromptStore:
     Attributes:
         where: a folder or URL; None: there is no prompt cache.
         salt: texts of another salt are never found.
-        max_bytes: the budget of a folder, as it was written.
+        max_bytes: the budget of a folder, as it was written; None: ``FOLDER_BYTES``.
 
     Raises:
         OptionError: no such size, or an option of what is not there.
@@ -59,8 +62,12 @@ class PromptStore:
             return
         from kvcellar.cli.opened import open_or_make
         from kvcellar.runtime.prompt_cache import PromptCache
+        from kvcellar.snapshot.stores.opening import folder_of
 
-        with closing(open_or_make(self.where, self._size())) as store:
+        size = self._size()
+        if size is None and folder_of(self.where) is not None:
+            size = parse_size(FOLDER_BYTES, "--cache-bytes")
+        with closing(open_or_make(self.where, size)) as store:
             yield PromptCache(Forgiving(store), cache_salt=self.salt or "")
 
     def _size(self) -> int | None:
