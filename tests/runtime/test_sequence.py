@@ -107,6 +107,16 @@ def test_trim_reaches_tokens_not_yet_computed(context: Context) -> None:
     assert sequence.tokens == tokens[:n]
 
 
+def test_logits_follow_what_others_do_to_its_cells(context: Context) -> None:
+    sequence, other = context.sequence("Once upon a time"), context.sequence("Once upon a time")
+    context.decode(Batch.of([28], sequence.seq_id))
+    assert sequence.tokens == other.append([28]).tokens
+    np.testing.assert_allclose(sequence.logits, other.logits, atol=1e-4)
+    context.cache.seq_rm(sequence.seq_id, -1, -1)
+    with pytest.raises(OptionError, match="the sequence is empty"):
+        _ = sequence.logits
+
+
 @pytest.mark.parametrize("n", [-1, 99])
 def test_trim_out_of_range_is_refused(context: Context, n: int) -> None:
     sequence = context.sequence("Hello")

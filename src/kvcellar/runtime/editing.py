@@ -36,6 +36,7 @@ class EditableText:
         self._held = HeldText(cache, seq_id)
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
+        self._logits_end = 0  # where the text ended that they follow
         self._tainted: int | None = None  # see SavedText
         self.rounded = ""
         self._n_ctx_train = n_ctx_train

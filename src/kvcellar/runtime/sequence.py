@@ -58,6 +58,7 @@ class Sequence(EditableText):
         self._check_open()
         if self._waiting:
             self._compute(self._waiting)
+        self._forget_old_logits()
         if self._logits is None:
             self._compute_last_again()
         if self._logits is None:
@@ -88,7 +89,7 @@ class Sequence(EditableText):
         child = self.context.sequence()
         self._held.share_with(child._held)  # noqa: SLF001
         child._waiting = self._waiting  # noqa: SLF001  (of the same class)
-        child._logits = self._logits  # noqa: SLF001
+        child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
         child._tainted = self._tainted  # noqa: SLF001
         child.rounded = self.rounded
         return child
@@ -213,6 +214,7 @@ class Sequence(EditableText):
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
+        self._forget_old_logits()
         return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
 
     @property
@@ -231,7 +233,7 @@ class Sequence(EditableText):
             held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
         if len(held) == len(before):
             return  # nothing was added
-        self._logits = None if before else saved.logits
+        self._know(None if before else saved.logits)
         if before:
             self._taint(len(before))
         elif saved.tainted is not None:
@@ -265,12 +267,21 @@ class Sequence(EditableText):
         self._waiting, self._logits = Waiting(), None
         try:
             batch = Batch.of(waiting.tokens, self.seq_id, positions, logits="last")
-            self._logits = self.context.decode(batch)[-1]
+            self._know(self.context.decode(batch)[-1])
         except BaseException:
             # Ctrl-C may come after the cells were filled: a token must not wait as well.
             if len(self._held) == n_held:
                 self._waiting, self._logits = before
             raise
+
+    def _know(self, logits: Float32Array | None) -> None:
+        """Have the logits behind what the cache holds now."""
+        self._logits, self._logits_end = logits, self._held.end
+
+    def _forget_old_logits(self) -> None:
+        """Someone may have decoded into our id, or removed what the logits follow."""
+        if self._logits_end != self._held.end:
+            self._logits = None
 
     def _compute_last_again(self) -> None:
         """After an edit the last token's logits are gone: take it out and compute it once more."""
