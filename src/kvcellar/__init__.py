@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcellar.errors import KVCellarError
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.demo import find_model
+    from kvcellar.runtime.llama_files import save_llama_file
     from kvcellar.runtime.model import Model
     from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.sampler import SamplerOptions
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "find_model",
     "open_store",
+    "save_llama_file",
 ]
 
 _HOME = {
@@ -57,6 +59,7 @@ _HOME = {
     "Sequence": "kvcellar.runtime.sequence",
     "find_model": "kvcellar.runtime.demo",
     "open_store": "kvcellar.snapshot.stores.opening",
+    "save_llama_file": "kvcellar.runtime.llama_files",
 }
 
 
