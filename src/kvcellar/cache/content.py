@@ -125,6 +125,18 @@ class CacheContent:
             return -1, -1
         return min(int(at[0]) for at in held_by), max(int(at[-1]) for at in held_by)
 
+    def text_of(self, seq: int) -> Int32Array:
+        """Positions over ids of a sequence's tokens, as the part tells that has most of them."""
+        if self.groups:
+            return self.groups[0].text_of(seq)
+        held = None if self.states is None else self.states.held[seq]
+        return NO_TOKENS if held is None else np.stack((held.positions, held.tokens))
+
+    @property
+    def has_slid(self) -> bool:
+        """Whether tokens have left a window."""
+        return any(slid.shape[1] > 0 for group in self.groups for slid in group.slid)
+
     @property
     def n_bytes(self) -> int:
         """Bytes of K, V and states."""

@@ -19,8 +19,7 @@ def between(content: CacheContent, lo: int, hi: int) -> CacheContent:
     """
     if all(_is_between(group, lo, hi) for group in content.groups) and content.groups:
         return content
-    slid = any(one.shape[1] for group in content.groups for one in group.slid)
-    if content.states is not None or slid:
+    if content.states is not None or content.has_slid:
         raise NotSupported(
             "a range of a snapshot with states or windows: they cannot be cut; load all of it"
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvcellar.cache.content import CacheContent, CellContent
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.block_checks import read_value
-from kvcellar.snapshot.container import read_description, read_file
+from kvcellar.snapshot.container import read_description
 from kvcellar.snapshot.fingerprint import row_types
-from kvcellar.snapshot.native import VERSION, understand
+from kvcellar.snapshot.native import VERSION
+from kvcellar.snapshot.reading import read_snapshot, snapshot_from
 from kvcellar.snapshot.saved import Snapshot
 from kvcellar.snapshot.stores.base import Buffer
 
@@ -68,7 +67,7 @@ def facts_of_file(path: Path) -> SnapshotFacts:
         SnapshotFileError: it cannot be read, is no snapshot, or is damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    snapshot = understand(read_file(path))
+    snapshot = read_snapshot(path)
     return _facts(snapshot, str(read_description(path).get("kvcellar", "unknown")))
 
 
@@ -79,7 +78,7 @@ def facts_of_value(value: Buffer) -> SnapshotFacts:
         SnapshotFileError: it is no snapshot, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    return _facts(read_value(value), None)
+    return _facts(snapshot_from(value), None)
 
 
 def _facts(snapshot: Snapshot, written_by: str | None) -> SnapshotFacts:
@@ -130,11 +129,6 @@ def _group(group: CellContent, type_k: str, type_v: str) -> GroupFacts:
 
 def _sequence(content: CacheContent, seq: int, has_logits: bool) -> SequenceFacts:
     """As the part tells that has most of the text."""
-    tokens: Any
-    if content.groups:
-        tokens = content.groups[0].text_of(seq)[1]
-    else:
-        held = None if content.states is None else content.states.held[seq]
-        tokens = () if held is None else held.tokens
+    tokens = content.text_of(seq)[1]
     first, last = content.span(seq)
     return SequenceFacts(len(tokens), first, last, tuple(map(int, tokens[:8])), has_logits)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvcellar.cli.opened import existing
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.absence import absent_of
-from kvcellar.snapshot.block_checks import check_block, read_value
+from kvcellar.snapshot.block_checks import check_block
+from kvcellar.snapshot.reading import snapshot_from
 from kvcellar.snapshot.stores.disk import DiskStore
 
 if TYPE_CHECKING:
@@ -71,4 +72,4 @@ def _check(entry: Entry, value: Buffer) -> None:
     if "parent" in entry.note:
         check_block(entry.key, entry.note, value)
     else:
-        read_value(value)
+        snapshot_from(value)

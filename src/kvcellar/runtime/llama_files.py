@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
+from kvcellar.runtime.making import new_sequences
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
 from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
-from kvcellar.snapshot.llama.to_content import Restored, to_content
+from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.value import LlamaFile
 from kvcellar.snapshot.llama.writer import file_pieces
 
@@ -51,7 +52,9 @@ def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
         context.check_open()
         spec, model = context.memory_spec, context.model.spec
         restored = to_content(read_llama_file(data, spec), spec, model.arch, model.n_vocab)
-        return _put(context, restored)
+        with new_sequences(context, len(restored.seq_ids)) as made:
+            state_set(context.cache, restored.content, [text.seq_id for text in made])
+        return made
 
 
 def save_llama_file(
@@ -96,19 +99,6 @@ def _of(source: Context | Sequence) -> tuple[Context, Kind, Iterable[Sequence]]:
     if isinstance(source, Sequence):
         return source.context, "sequence", [source]
     return source, "session", source.sequences
-
-
-def _put(context: Context, restored: Restored) -> list[Sequence]:
-    """New sequences with a content; if anything fails there are none."""
-    made: list[Sequence] = []
-    try:
-        made.extend(context.sequence() for _ in restored.seq_ids)
-        state_set(context.cache, restored.content, [text.seq_id for text in made])
-    except BaseException:
-        for text in made:
-            text.close()
-        raise
-    return made
 
 
 def _take(

@@ -19,14 +19,14 @@ from kvcellar.cache.porting import state_set
 from kvcellar.cache.slicing import between
 from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
+from kvcellar.runtime.making import new_sequences
 from kvcellar.runtime.options import check_range
-from kvcellar.runtime.saving import check_cuts, tainted_part
-from kvcellar.snapshot.container import read_file
+from kvcellar.runtime.saving import check_cuts
 from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import check_same, digest
-from kvcellar.snapshot.native import understand
+from kvcellar.snapshot.reading import read_snapshot
 from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.types import MAX_POSITION, Int32Array
+from kvcellar.types import MAX_POSITION
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -56,7 +56,7 @@ def load_file(context: Context, path: str | Path, options: LoadOptions) -> list[
         if options != LoadOptions(convert=options.convert):
             raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
         return load_llama_file(context, path)
-    return put_snapshot(context, understand(read_file(Path(path))), options)
+    return put_snapshot(context, read_snapshot(path), options)
 
 
 def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
@@ -68,28 +68,22 @@ def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
         for text in loaded:
             text.close()
         raise _several(len(loaded))
-    snapshot = understand(read_file(Path(path)))
+    snapshot = read_snapshot(path)
     _check_single(snapshot)
     return put_snapshot(context, snapshot, options)[0]
 
 
 def load_into(text: Text, path: str | Path, options: LoadOptions) -> None:
     """Let one sequence go on with what a file holds of one; see :func:`put_into`."""
-    snapshot = understand(read_file(Path(path)))
+    snapshot = read_snapshot(path)
     _check_single(snapshot)
     put_into(text.context, snapshot, [text], options)
 
 
 def put_snapshot(context: Context, snapshot: Snapshot, options: LoadOptions) -> list[Text]:
     """New sequences with what a snapshot holds; if anything fails there are none."""
-    made: list[Text] = []
-    try:
-        made.extend(context.sequence() for _ in range(snapshot.content.n_seqs))
+    with new_sequences(context, snapshot.content.n_seqs) as made:
         put_into(context, snapshot, made, options)
-    except BaseException:
-        for text in made:
-            text.close()
-        raise
     return made
 
 
@@ -112,7 +106,7 @@ def put_into(
         content, saved, n_dropped = _part(snapshot, options)
     shift = 0
     if options.positions is not None:
-        where = check_range("positions", options.positions, 0, 2**31 - 2)
+        where = check_range("positions", options.positions, 0, MAX_POSITION - 1)
         first = min(content.span(seq)[0] for seq in range(content.n_seqs))
         shift = where - max(first, 0)
     for text in texts:
@@ -159,39 +153,22 @@ def _part(
     content = snapshot.content
     if content.n_seqs != 1:
         raise SnapshotMismatch("sequences", content.n_seqs, 1, "a range needs one alone")
-    at, text = _text_positions(content), snapshot.texts[0]
+    at, text = content.text_of(0)[0], snapshot.texts[0]
     size = len(at)
     stop = size if options.stop is None else check_range("stop", options.stop, 0, size)
     start = check_range("start", options.start, 0, stop)
     if (start, stop) == (0, size):
         return content, snapshot.texts, 0
     p0, p1 = check_cuts(at, start, stop)
-    cut = SavedText(
-        text.logits if stop == size > start else None,
-        text.grouped[start:stop],
-        min(text.grouped_end, p1),
-        tainted_part(text.tainted, start, stop),
-        text.rounded,
-    )
+    cut = text.part(start, stop, size, p1)
     if start or _can_cut(content):
         return between(content, p0, p1), (cut,), 0
     return content, (replace(text, logits=None),), size - stop
 
 
 def _can_cut(content: CacheContent) -> bool:
-    slid = any(one.shape[1] for group in content.groups for one in group.slid)
     windows = any(group.checkpoints for group in content.groups)
-    return content.states is None and not slid and not windows
-
-
-def _text_positions(content: CacheContent) -> Int32Array:
-    """Where the tokens of the one sequence stand, as far as the part that knows most tells."""
-    if content.groups:
-        group = content.groups[0]
-        held: Int32Array = group.positions[group.cells_of(0)]
-        return np.concatenate((group.slid[0][0], held)).astype(np.int32)
-    held_state = None if content.states is None else content.states.held[0]
-    return np.empty(0, np.int32) if held_state is None else held_state.positions
+    return content.states is None and not content.has_slid and not windows
 
 
 def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:

@@ -20,14 +20,16 @@ from kvcellar.errors import SnapshotFileError
 from kvcellar.memory import StateSpec
 from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
 from kvcellar.snapshot.absence import Wanted
-from kvcellar.snapshot.container import from_bytes, to_bytes
+from kvcellar.snapshot.block_checks import tokens_of
+from kvcellar.snapshot.container import to_bytes
 from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import Plain, digest
 from kvcellar.snapshot.keys import block_keys, root_key
-from kvcellar.snapshot.native import describe, understand
+from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.reading import snapshot_from
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.snapshot.stores.base import Buffer
-from kvcellar.types import AnyArray, CacheSpec
+from kvcellar.types import CacheSpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -92,14 +94,12 @@ class Blocks:
         Raises:
             SnapshotError: it is damaged, or not that block.
         """
-        content = understand(from_bytes(value)).content
+        content = snapshot_from(value).content
         check_content(content, self._specs())
-        found = _tokens(content)
-        same = found is None or found.tolist() == self._tokens_of(i)
+        same = tokens_of(content) in (None, self._tokens_of(i))
         if content.n_seqs != 1 or content.start != i * self._size or not same:
             raise SnapshotFileError("the block holds another text than its key says")
-        slid = any(one.shape[1] for group in content.groups for one in group.slid)
-        if slid and self._is_complete:
+        if content.has_slid and self._is_complete:
             raise SnapshotFileError("the block lacks rows that it should have")
         return content
 
@@ -132,11 +132,3 @@ def _windows(cache: Cache) -> list[int]:
     """Of each group of K and V how many tokens it keeps; 0: all."""
     parts = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
     return [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
-
-
-def _tokens(content: CacheContent) -> AnyArray | None:
-    """The tokens of a block, by the part that has all of them."""
-    if content.groups:
-        return content.groups[0].tokens
-    held = None if content.states is None else content.states.held[0]
-    return None if held is None else held.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from kvcellar.snapshot.container import write_file
 from kvcellar.snapshot.conversion import converted
 from kvcellar.snapshot.fingerprint import Plain, digest, stored_as
 from kvcellar.snapshot.native import describe
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.saved import Snapshot
 from kvcellar.types import CacheSpec, Int32Array, KVType
 
 if TYPE_CHECKING:
@@ -32,14 +32,12 @@ class SaveOptions:
         type_v: the same for V.
         compress: with zstd, which needs ``kvcellar[zstd]``. Loading is slower then.
         checkpoints: whether older states and windows are saved as well, to go back to.
-        note: whatever is to be said about it, for people.
     """
 
     type_k: str | KVType | None = None
     type_v: str | KVType | None = None
     compress: bool = False
     checkpoints: bool = True
-    note: Mapping[str, str | int] | None = None
 
     @property
     def types(self) -> tuple[KVType | None, KVType | None]:
@@ -79,8 +77,7 @@ def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions)
     ids = [text.seq_id for text in texts]
     content = state_get(context.cache, ids, checkpoints=options.checkpoints)
     saved = tuple(text.saved_text() for text in texts)
-    note = dict(options.note or {})
-    return stored(context, Snapshot(context.fingerprint, content, saved, note), options)
+    return stored(context, Snapshot(context.fingerprint, content, saved), options)
 
 
 def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) -> Snapshot:
@@ -99,16 +96,8 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
     p0, p1 = check_cuts(text.positions, start, stop)
     first, last = (p0 if start else 0, p1) if start < stop else (0, 0)
     content = state_get(context.cache, [text.seq_id], first, last, checkpoints=options.checkpoints)
-    whole = text.saved_text()
-    saved = SavedText(
-        whole.logits if stop == size > start else None,
-        whole.grouped[start:stop],
-        min(whole.grouped_end, p1),
-        tainted_part(whole.tainted, start, stop),
-        whole.rounded,
-    )
-    note = dict(options.note or {})
-    return stored(context, Snapshot(context.fingerprint, content, (saved,), note), options)
+    saved = text.saved_text().part(start, stop, size, p1)
+    return stored(context, Snapshot(context.fingerprint, content, (saved,)), options)
 
 
 def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
@@ -127,15 +116,6 @@ def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
             raise OptionError(f"tokens {cut - 1} and {cut} share position {at[cut]}: take both")
     ends = [*at.tolist(), int(at[-1]) + 1]
     return ends[start], ends[stop]
-
-
-def tainted_part(tainted: int | None, start: int, stop: int) -> int | None:
-    """``SavedText.tainted`` of tokens ``[start, stop)`` by themselves."""
-    if start == stop:
-        return None
-    if start:
-        return 0  # what stood before is missing
-    return tainted if tainted is not None and tainted < stop else None
 
 
 def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from kvcellar.cache.content import CacheContent
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.container import from_bytes
 from kvcellar.snapshot.keys import block_key
-from kvcellar.snapshot.native import understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.reading import snapshot_from
 from kvcellar.snapshot.stores.base import Buffer, Note
-
-
-def read_value(value: Buffer) -> Snapshot:
-    """The snapshot in a value, whoever wrote it.
-
-    Raises:
-        SnapshotFileError: it is none, or damaged.
-        LibraryError: it is compressed by a library that is not installed.
-    """
-    try:
-        return understand(from_bytes(value))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise SnapshotFileError(f"the value is no snapshot: {error!r:.200}") from error
 
 
 def check_block(key: str, note: Note, value: Buffer) -> None:
@@ -35,14 +19,18 @@ def check_block(key: str, note: Note, value: Buffer) -> None:
         LibraryError: it is compressed by a library that is not installed.
     """
     tokens = _tokens_of(key, note)
-    content = read_value(value).content
-    found: Iterable[int] | None = None
-    if content.groups:
-        found = content.groups[0].tokens.tolist()
-    elif content.states is not None and content.states.held and content.states.held[0]:
-        found = content.states.held[0].tokens.tolist()
-    if content.start != note.get("start") or found != tokens:
+    content = snapshot_from(value).content
+    if content.start != note.get("start") or tokens_of(content) != tokens:
         raise SnapshotFileError("the value holds another text than its key says")
+
+
+def tokens_of(content: CacheContent) -> list[int] | None:
+    """The tokens of a block, by the part that has all of them; nothing is believed to be sound."""
+    if content.groups:
+        tokens: list[int] = content.groups[0].tokens.tolist()
+        return tokens
+    held = content.states.held if content.states is not None else ()
+    return held[0].tokens.tolist() if held and held[0] else None
 
 
 def _tokens_of(key: str, note: Note) -> list[int]:

@@ -30,6 +30,26 @@ class SavedText:
     tainted: int | None = None
     rounded: str = ""
 
+    def part(self, start: int, stop: int, size: int, end: int) -> SavedText:
+        """What is known of tokens ``[start, stop)`` by themselves.
+
+        Args:
+            start: the first of them.
+            stop: the first one behind them.
+            size: how many tokens there are in all.
+            end: the position behind their last one.
+        """
+        tainted = self.tainted if self.tainted is not None and self.tainted < stop else None
+        if start:
+            tainted = 0  # what stood before is missing
+        return SavedText(
+            self.logits if stop == size > start else None,
+            self.grouped[start:stop],
+            min(self.grouped_end, end),
+            None if start == stop else tainted,
+            self.rounded,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
