@@ -13,25 +13,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
-from tests.runtime.archs import opened, text
+from tests.runtime.archs import F32, opened, text
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: no kernel can be compiled")
 
 N_SEQ = 3
 SIZES: dict[str, Any] = {"n_ctx": 640, "n_seq_max": N_SEQ, "n_ubatch": 100}
-TOLERANCES = {"f16": (1e-6, 1e-4), "q8_0": (2e-6, 2e-4), "q4_0": (5e-5, 2e-4)}
+TOLERANCES = {
+    "f16": ((1e-6, 1), (1e-4, 400)),
+    "q8_0": ((2e-6, 0.1), (2e-4, 10)),
+    "q4_0": ((5e-5, 0.01), (2e-4, 0.05)),
+}
 """NumPy and flash attention against the kernel, by the type of K and V; see test_kernel_types.py.
 
 Flash attention adds up weighted V in f16 where V is f16 (gpt-oss is then 3e-5 from NumPy, and the
 kernel 2e-8), and rounds queries to 8 bits where K is quantised. NumPy may round a stored value to
 its neighbour.
+
+The second number is for histories that magnify any rounding, a thousandfold at times: how often
+the error may be what storing K and V in their type does to the same logits, K and V of f32 being
+exact. Flash attention's sum of n f16 terms is n times as wrong as rounding V once.
 """
 SEQS = st.integers(0, N_SEQ - 1)
 
@@ -66,6 +74,15 @@ STEPS = st.lists(
     min_size=2,
     max_size=7,
 )
+MAGNIFIED: list[Any] = [
+    Copy(0, 0),
+    Decode((0, 0, 1)),
+    Copy(0, 0),
+    Copy(0, 0),
+    Decode((61, 61, 60)),
+    Decode((0, 2, 1)),
+]
+"""Its last token magnifies rounding in gpt-oss: flash attention errs by 2e-4, f16 K and V by 4e-5."""
 CASES = [
     ("llama-dense", "f16"),
     ("llama-dense", "q8_0"),
@@ -79,7 +96,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def contexts(request: pytest.FixtureRequest, shared: Path) -> Iterator[tuple[str, list[Context]]]:
-    """The kernel, flash attention and NumPy."""
+    """The kernel, flash attention, NumPy, and NumPy with K and V of f32."""
     arch, kind = request.param
     types = {**SIZES, "type_k": kind, "type_v": kind}
     with ExitStack() as stack:
@@ -87,6 +104,7 @@ def contexts(request: pytest.FixtureRequest, shared: Path) -> Iterator[tuple[str
             stack.enter_context(opened(shared, arch, kernel=None, flash_attn=True, **types)),
             stack.enter_context(opened(shared, arch, kernel=False, flash_attn=True, **types)),
             stack.enter_context(opened(shared, arch, "numpy", **types)),
+            stack.enter_context(opened(shared, arch, "numpy", **SIZES, **F32)),
         ]
         yield kind, made
 
@@ -123,15 +141,18 @@ def _batch(seed: int, counts: tuple[int, ...]) -> Batch:
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(steps=MAGNIFIED)
 @given(steps=STEPS)
 def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]) -> None:
-    kind, (kernel, flash, numpy) = contexts
+    kind, (kernel, flash, numpy, exact) = contexts
     got, results = apply(kernel, steps)
-    for other, tolerance in zip((numpy, flash), TOLERANCES[kind], strict=True):
-        expected, others = apply(other, steps)
-        assert results == others
-        for ours, theirs in zip(got, expected, strict=True):
-            assert nmse(ours, theirs) < tolerance
+    stored, numpy_results = apply(numpy, steps)
+    rounding = [nmse(ours, best) for ours, best in zip(stored, apply(exact, steps)[0], strict=True)]
+    flashed, flash_results = apply(flash, steps)
+    assert results == numpy_results == flash_results
+    for others, (tolerance, factor) in zip((stored, flashed), TOLERANCES[kind], strict=True):
+        for ours, theirs, magnified in zip(got, others, rounding, strict=True):
+            assert nmse(ours, theirs) < max(tolerance, factor * magnified)
 
 
 @settings(
