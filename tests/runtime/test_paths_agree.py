@@ -82,7 +82,7 @@ MAGNIFIED: list[Any] = [
     Decode((61, 61, 60)),
     Decode((0, 2, 1)),
 ]
-"""Its last token magnifies rounding in gpt-oss: flash attention errs by 2e-4, f16 K and V by 4e-5."""
+"""Its last token magnifies rounding in gpt-oss: flash attention errs by 2e-4, f16 K, V by 4e-5."""
 CASES = [
     ("llama-dense", "f16"),
     ("llama-dense", "q8_0"),
