@@ -300,7 +300,7 @@ class TestPlacing:
         cache = hybrid(states=False)
         decode(cache, 0, 5)
         with cache.place(Batch.of([9]), 4) as placement:
-            (plan,) = placement.plans(lists_up_to=(0, 1))
+            (plan,) = placement.plans(lists=(False, True))
             full, window = plan.groups
             assert np.flatnonzero(full.mask[0] == 0).tolist() == [0, 1, 2, 3, 4, 5]
             assert window.lists is not None

@@ -253,16 +253,20 @@ class TestPlacement:
             for plan in placement.plans(buffer):
                 assert np.shares_memory(plan.mask, buffer)
 
-    def test_few_tokens_get_lists_in_place_of_a_mask(self) -> None:
+    def test_tokens_may_get_lists_in_place_of_a_mask(self) -> None:
         cache, _ = make(8)
         put(cache, 0, 2)
         with cache.place(Batch.of(range(3)), 2) as placement:
-            large, small = placement.plans(lists_up_to=[1])
-        assert large.lists is None
-        assert large.n_kv > 0
-        assert small.lists is not None
-        assert small.mask.shape == (1, 0)
-        assert small.lists.cells.tolist() == [0, 1, 2, 3, 4]
+            first, last = placement.plans(lists=[True])
+        assert first.lists is not None
+        assert [first.lists.of(row).tolist() for row in (0, 1)] == [[0, 1, 2], [0, 1, 2, 3]]
+        assert last.lists is not None
+        assert last.mask.shape == (1, 0)
+        assert last.lists.cells.tolist() == [0, 1, 2, 3, 4]
+        with cache.place(Batch.of([9]), 2) as placement:
+            (plan,) = placement.plans(lists=[False])
+        assert plan.lists is None
+        assert plan.n_kv > 0
 
 
 class TestCoupledTokens:

@@ -24,7 +24,7 @@ WINDOW = LayerMemory(LayerSpec(2, 32, 32, window=100))
 class NoExecutor:
     """Computes nothing."""
 
-    lists_up_to = ()
+    takes_lists = ()
 
     def run(self, plan: Plan) -> Float32Array:
         raise AssertionError(f"nothing computes {plan}")

@@ -109,8 +109,8 @@ class Executor(Protocol):
     """Runs one model's forward pass over one store."""
 
     @property
-    def lists_up_to(self) -> tuple[int, ...]:
-        """Of each group: plans of so many tokens are better given with lists than with a mask."""
+    def takes_lists(self) -> tuple[bool, ...]:
+        """Of each group, whether its plans are better given with lists than with masks."""
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.

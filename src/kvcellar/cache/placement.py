@@ -119,28 +119,29 @@ class Placement:
         return self._groups[0].cells
 
     def plans(
-        self, mask_buffer: Float16Array | None = None, lists_up_to: Sequence[int] = ()
+        self, mask_buffer: Float16Array | None = None, lists: Sequence[bool] = ()
     ) -> Iterator[Plan]:
         """The plan of each microbatch, made when it is asked for.
 
         Args:
             mask_buffer: where masks of the first group are built, ``[>= n_ubatch, >= n_kv]``; a
                 plan's mask is then good until the next plan is taken.
-            lists_up_to: for each group: microbatches of at most so many tokens get lists of cells,
-                not a mask.
+            lists: for each group, whether its tokens get lists of cells, not a mask; the groups
+                that none is said for get masks.
         """
         for i in range(self._taken, len(self.micros)):
             self._require_open()
             self._taken = i + 1
-            yield self._plan(i, mask_buffer, lists_up_to)
+            yield self._plan(i, mask_buffer, lists)
 
-    def _plan(self, i: int, mask_buffer: Float16Array | None, lists_up_to: Sequence[int]) -> Plan:
-        micro, plans = self.micros[i], []
+    def _plan(self, i: int, mask_buffer: Float16Array | None, lists: Sequence[bool]) -> Plan:
+        plans = []
         for number, group in enumerate(self._groups):
-            limit = lists_up_to[number] if number < len(lists_up_to) else 0
-            plans.append(group.plan(i, mask_buffer, micro.n_tokens <= limit))
+            plans.append(group.plan(i, mask_buffer, any(lists[number : number + 1])))
             mask_buffer = None
-        return Plan(micro, tuple(plans), None if self._states is None else self._states.plan(i))
+        return Plan(
+            self.micros[i], tuple(plans), None if self._states is None else self._states.plan(i)
+        )
 
     def commit(self) -> None:
         """Keep what was taken: everything has been computed."""

@@ -269,7 +269,7 @@ class Context:
         with self.cache.place(
             batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
         ) as placement:
-            for plan in placement.plans(lists_up_to=self._executor.lists_up_to):
+            for plan in placement.plans(lists=self._executor.takes_lists):
                 before = perf_counter()
                 logits = self._executor.run(plan)
                 in_graphs += perf_counter() - before

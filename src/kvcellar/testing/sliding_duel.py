@@ -106,7 +106,7 @@ class SlidingDuel:
         fail_at: int | None,
     ) -> list[int]:
         taken: list[int] = []
-        for i, plan in enumerate(placement.plans(lists_up_to=(len(entries) % 2,))):
+        for i, plan in enumerate(placement.plans(lists=(len(entries) % 2 == 1,))):
             taken += plan.cells.tolist()
             mine = [entries[row].content for row in plan.micro.rows]
             self.store.fill(plan.cells, np.array(mine, np.int64), plan.micro.positions)

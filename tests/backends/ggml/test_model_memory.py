@@ -19,7 +19,7 @@ from kvcellar.backends.operations import Ops
 from kvcellar.errors import AllocationError
 from kvcellar.memory import LayerMemory, LayerPlace, MemorySpec, StateLayer, StateSpec, group_layers
 from kvcellar.plan import CellLists, CellPlan, Plan, StatePlan
-from kvcellar.types import MAX_POSITION, CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 ROPE = RopeSpec("neox", 8)
@@ -139,8 +139,8 @@ def test_lists_are_wanted_where_a_group_can_have_them(opened: list[Bench]) -> No
     groups = (full, CacheSpec(8, 1, (FULL,), KVType.F32), CacheSpec(8, 1, (inside,)))
     spec = MemorySpec(groups, None, tuple(LayerPlace(i, 0) for i in range(3)))
     opened += [Bench(spec, kernel=True), Bench(spec)]
-    assert opened[0].executor(lambda _, x: x).lists_up_to == (MAX_POSITION, 0, 0)
-    assert opened[1].executor(lambda _, x: x).lists_up_to == (0, 0, 0)
+    assert opened[0].executor(lambda _, x: x).takes_lists == (True, False, False)
+    assert opened[1].executor(lambda _, x: x).takes_lists == (False, False, False)
     assert [why_no_kernel(group) is None for group in groups] == [True, False, False]
 
 

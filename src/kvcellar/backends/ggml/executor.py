@@ -11,7 +11,7 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.operations import Forward
 from kvcellar.plan import Plan
-from kvcellar.types import MAX_POSITION, Float32Array
+from kvcellar.types import Float32Array
 
 
 class GgmlExecutor:
@@ -24,9 +24,9 @@ class GgmlExecutor:
         self._cache = GraphCache(backend, memory, forward)
 
     @property
-    def lists_up_to(self) -> tuple[int, ...]:
-        """Of each group: plans of so many tokens are better given with lists than with a mask."""
-        return tuple(0 if kernel is None else MAX_POSITION for kernel in self._kernels)
+    def takes_lists(self) -> tuple[bool, ...]:
+        """Of each group, whether its plans are better given with lists than with masks."""
+        return tuple(kernel is not None for kernel in self._kernels)
 
     @property
     def buffer_bytes(self) -> int:

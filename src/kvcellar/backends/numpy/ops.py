@@ -116,7 +116,7 @@ class NumpyOps(PlainOps):
 class NumpyExecutor:
     """Runs a model's forward pass over any store. Implements ``Executor``."""
 
-    lists_up_to = ()
+    takes_lists = ()
 
     def __init__(
         self,

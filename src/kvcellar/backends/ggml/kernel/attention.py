@@ -36,6 +36,7 @@ class Work(c.Structure):
         ("ends", c.c_void_p),  # i32 [n_tokens], and ends
         ("units", c.c_void_p),  # i32 [n_tokens], cells of a unit
         ("first_unit", c.c_void_p),  # i32 [n_tokens + 1], units of all tokens before
+        ("tokens", c.c_void_p),  # i32 [n_units], the token of each unit
         ("items", c.c_void_p),  # f32 [n_units, n_head_kv, item_floats]
         ("counters", c.c_void_p),  # i32 [n_tokens, n_head_kv], items that are done
         ("threads", c.c_void_p),  # [n_threads, thread_bytes]
@@ -124,8 +125,9 @@ class AttentionKernel:
         """Let the next graph that is computed read these lists."""
         lengths = lists.ends - lists.starts
         units = unit_sizes(lengths)
+        n_units_each = -(-lengths // units)
         first_unit = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(-(-lengths // units), out=first_unit[1:])
+        np.cumsum(n_units_each, out=first_unit[1:])
         n_cells, n_units = len(lists.cells), int(first_unit[-1])
         cells = self._reserve("cells", n_cells + PREFETCHED)
         cells[:n_cells] = lists.cells
@@ -134,6 +136,7 @@ class AttentionKernel:
         self._point_to("ends", lists.ends)
         self._point_to("units", units)
         self._point_to("first_unit", first_unit)
+        self._point_to("tokens", np.repeat(np.arange(len(units), dtype=np.int32), n_units_each))
         shapes, largest = self._shapes.items(), int(units.max())
         self._reserve("items", n_units * max(n * shape.item_floats for shape, n in shapes))
         self._reserve("counters", len(units) * max(self._shapes.values()))

@@ -20,7 +20,7 @@ from kvcellar.backends.ggml.kernel.shape import KernelShape
 from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
 
 FUNCTION = "attend"
-WORK = ir.LiteralStructType([POINTER] * 8 + [I64])  # attention.Work
+WORK = ir.LiteralStructType([POINTER] * 9 + [I64])  # attention.Work
 TASK = ir.LiteralStructType([POINTER, F32, F32])  # attention.Task
 
 
@@ -64,8 +64,8 @@ class _Kernel:
         self.scale = x.splat(self.b.fmul(last, F32(LOG2_E)))
         self.into_cap = x.splat(self.b.fdiv(scale, cap)) if shape.softcap else None
         fields = self._fields(work, WORK)
-        self.cells, self.starts, self.ends, self.units, self.first_unit = fields[:5]
-        self.items, self.counters, threads, thread_bytes = fields[5:]
+        self.cells, self.starts, self.ends, self.units, self.first_unit, self.tokens = fields[:6]
+        self.items, self.counters, threads, thread_bytes = fields[6:]
         self.n_head_kv = self.b.sdiv(self.dst.ne[1], I64(shape.group))
         self.partials = x.at(threads, self.b.mul(self.ith, thread_bytes))
 
@@ -90,7 +90,7 @@ class _Kernel:
         b, x, shape = self.b, self.x, self.shape
         unit, head = b.sdiv(number, self.n_head_kv), b.srem(number, self.n_head_kv)
         n_heads = x.smaller(b.sub(self.n_head_kv, head), b.sub(last, number))
-        token = self._token_of(unit)
+        token = self._number(self.tokens, unit)
         following = b.add(token, I64(1))
         first_unit = self._number(self.first_unit, token)
         n_units = b.sub(self._number(self.first_unit, following), first_unit)
@@ -146,16 +146,6 @@ class _Kernel:
             for g in range(shape.group):
                 first = sink_of(x, shape, self.sinks, head, g) if shape.sinks else None
                 self._combine_head(g, base, step, n_units, own, first)
-
-    def _token_of(self, unit: Value) -> Value:
-        """How many tokens end at or before the unit."""
-        b = self.b
-
-        def count(i: Value, seen: list[Value]) -> list[Value]:
-            end = self._number(self.first_unit, b.add(i, I64(1)))
-            return [b.add(seen[0], b.zext(b.icmp_signed("<=", end, unit), I64))]
-
-        return self.x.loop(self.dst.ne[2], [I64(0)], count)[0]
 
     def _combine_head(
         self, g: int, base: Value, step: Value, n_units: Value, out: Value, sink: Value | None
