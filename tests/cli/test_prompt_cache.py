@@ -157,7 +157,7 @@ def test_a_model_that_is_not_there_makes_no_store(invoke: Invoke, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["put", "get", "has", "entries"])
+@pytest.mark.parametrize("verb", ["put", "get", "has", "find"])
 def test_a_store_that_fails_ends_no_run(
     invoke: Invoke, talker: Path, filled: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

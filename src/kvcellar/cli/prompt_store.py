@@ -18,7 +18,7 @@ from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 if TYPE_CHECKING:
     from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.sequence import Sequence as Text
-    from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Note, Store
+    from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note, Store
 
 T = TypeVar("T")
 
@@ -131,6 +131,11 @@ class Forgiving:
         """All values."""
         none: list[Entry] = []
         return iter(self._try(lambda: list(self._store.entries()), none))
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Values whose note has a key there."""
+        none: list[Entry] = []
+        return self._try(lambda: self._store.find(field, key, most), none)
 
     @property
     def bytes_used(self) -> int:

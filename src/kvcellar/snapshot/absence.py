@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal, TypeAlias
 
 from kvcellar.snapshot.stores.base import Entry, Note, Store
@@ -24,8 +23,8 @@ Cause: TypeAlias = Literal[
 
 _MARKS: tuple[Cause, ...] = ("window slid", "no checkpoint")
 
-MAX_ENTRIES = 10_000
-"""How many entries are looked at for an explanation."""
+MAX_ENTRIES = 1000
+"""How many blocks that follow the same one, or end the same text, are compared at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +95,32 @@ def absent_of(note: Note) -> Cause | None:
 def explain(store: Store, wanted: Wanted) -> Absence:
     """Why a block is not there.
 
-    What the store remembers counts first, then what was marked. Else the notes of what is there
-    are looked at: for a text that goes on differently at the block, or for the same one of others.
+    What the store remembers counts first, then what was marked. Else others are looked at: those
+    that go on differently at the block, and the same text of other models or types.
     """
     kept = store.why_absent(wanted.key)
     if kept != "never stored":
         return Absence(kept, wanted.start)
     if (cause := _marked(store, wanted)) is not None:
         return Absence(cause, wanted.start)
-    n_common = -1
-    other: Cause | None = None
-    for entry in islice(store.entries(), MAX_ENTRIES):
-        note = entry.note
-        if entry.key == wanted.key:
-            continue
-        if note.get("parent") == wanted.parent:
-            n_common = max(n_common, _n_common(entry, wanted.tokens))
-        elif note.get("text") == wanted.text:
-            same_model = note.get("model") == wanted.model
-            other = "other types" if same_model else other or "other model"
+    siblings = [e for e in store.find("parent", wanted.parent, MAX_ENTRIES) if e.key != wanted.key]
+    n_common = max((_n_common(entry, wanted.tokens) for entry in siblings), default=-1)
+    other = _of_others(store, wanted)
     # A text that has nothing in common here says less than the same one of another model.
     if other is not None and n_common < 1:
         return Absence(other, wanted.start)
     if n_common >= 0:
         return Absence("diverged", wanted.start + n_common)
     return Absence("nothing stored", wanted.start)
+
+
+def _of_others(store: Store, wanted: Wanted) -> Cause | None:
+    """What the same text was stored by, if it was; rather by the same model with other types."""
+    same = store.find("text", wanted.text, MAX_ENTRIES)
+    models = {entry.note.get("model") for entry in same if entry.key != wanted.key}
+    if wanted.model in models:
+        return "other types"
+    return "other model" if models else None
 
 
 def _mark_key(key: str) -> str:

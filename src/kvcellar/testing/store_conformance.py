@@ -21,26 +21,11 @@ import numpy as np
 
 from kvcellar.errors import ClosedError, OptionError
 from kvcellar.snapshot.stores.base import Buffer, Note, Store
-from kvcellar.testing.store_use import content, hammer, order, refusal
-
-BAD_KEYS = (
-    "",
-    ".",
-    "..",
-    ".hidden",
-    "../x",
-    "a/b",
-    "/etc/passwd",
-    "A",
-    "é",
-    "a\n",
-    "a\0",
-    "a" * 129,
-)
-GOOD_KEYS = ("a", "0", "_", "-", "a.", "a..b", "con", "0" * 128, "sha-256_0f.kv")
+from kvcellar.testing.store_finding import FindingConformance
+from kvcellar.testing.store_use import BAD_KEYS, GOOD_KEYS, content, hammer, order, refusal
 
 
-class StoreConformance:
+class StoreConformance(FindingConformance):
     """Round trips, order of use, notes, refusals, threads; for a store without a budget."""
 
     def open(self) -> Store:

@@ -6,7 +6,23 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from kvcellar.snapshot.stores.base import Store
+from kvcellar.snapshot.stores.base import Field, Store
+
+BAD_KEYS = (
+    "",
+    ".",
+    "..",
+    ".hidden",
+    "../x",
+    "a/b",
+    "/etc/passwd",
+    "A",
+    "é",
+    "a\n",
+    "a\0",
+    "a" * 129,
+)
+GOOD_KEYS = ("a", "0", "_", "-", "a.", "a..b", "con", "0" * 128, "sha-256_0f.kv")
 
 
 def refusal(error: type[Exception], work: Callable[[], object]) -> str:
@@ -26,6 +42,11 @@ def content(store: Store, keys: Sequence[str]) -> list[bytes | None]:
 def order(store: Store) -> list[str]:
     """Keys, the one used longest ago first."""
     return [entry.key for entry in store.entries()]
+
+
+def found(store: Store, field: Field, key: str) -> list[str]:
+    """The keys of all values whose note has a key there."""
+    return sorted(entry.key for entry in store.find(field, key, 999))
 
 
 def value_of(key: str, n_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ from kvcellar.snapshot.stores.base import Note
 from kvcellar.snapshot.stores.disk import DiskStore, index
 from kvcellar.snapshot.stores.disk import store as store_module
 from kvcellar.snapshot.stores.disk.files import Name, header_of, map_value, write_value
-from kvcellar.testing.store_use import content, order, refusal, value_of
+from kvcellar.testing.store_use import content, found, order, refusal, value_of
 
 
 @pytest.fixture
@@ -185,14 +185,15 @@ def test_an_index_is_made_anew_while_stores_are_open(open_store: Open, tmp_path:
     root = tmp_path / "store"
     one, two = open_store(), open_store()
     for key in "abc":
-        one.put(key, [key.encode() * 9], {"key": key})
+        one.put(key, [key.encode() * 9], {"key": key, "parent": "p"})
     for path in root.glob("index-1.sqlite*"):
         path.write_bytes(b"no longer an index" * 99)
     three = open_store()
     for store in (two, one, three):
         assert [(entry.key, entry.note) for entry in store.entries()] == [
-            (key, {"key": key}) for key in "abc"
+            (key, {"key": key, "parent": "p"}) for key in "abc"
         ]
+        assert found(store, "parent", "p") == ["a", "b", "c"]
     one.put("d", [b"d"])
     assert content(two, ["d"]) == content(three, ["d"]) == [b"d"]
     assert [path.name for path in root.glob("index*.sqlite")] == ["index-2.sqlite"]

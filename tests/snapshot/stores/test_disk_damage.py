@@ -18,8 +18,12 @@ VALUES = {key: value_of(key, size) for key, size in zip(KEYS, SIZES, strict=True
 
 
 def fill(store: DiskStore) -> None:
-    for key, value in VALUES.items():
-        store.put(key, [value], {"key": key})
+    for key in KEYS:
+        assert put(store, key)
+
+
+def put(store: DiskStore, key: str) -> bool:
+    return store.put(key, [VALUES[key]], {"key": key, "parent": "p"})
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def assert_exact_or_absent(store: DiskStore, key: str) -> bool:
         return True
     assert not store.has(key)
     assert store.why_absent(key) == "never stored"
-    assert store.put(key, [VALUES[key]], {"key": key})
+    assert put(store, key)
     assert content(store, [key]) == [VALUES[key]]
     return False
 
@@ -192,6 +196,7 @@ def _survives(folder: Path) -> int:
     found = content(store, KEYS)
     assert all(got in (None, VALUES[key]) for key, got in zip(KEYS, found, strict=True))
     assert store.bytes_used >= 0
+    assert {entry.key for entry in store.find("parent", "p", 9)} <= set(KEYS)
     assert store.why_absent("gone") in ("evicted", "never stored")
     store.put("new", [b"new"])
     assert content(store, ["new"]) == [b"new"]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import OptionError, StoreError
+from kvcellar.snapshot.stores.base import Note
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.snapshot.stores.redis_client import RedisClient, without_secrets
-from kvcellar.testing.store_use import content, order, refusal, value_of
+from kvcellar.testing.store_use import content, found, order, refusal, value_of
 from tests.snapshot.stores.conftest import StartRedis, running_redis, socket_of
 
 VALUE = value_of("a", 100)
@@ -145,6 +146,46 @@ def test_damaged_heads_raise_nothing_unnamed(
     server.call("HSET", "kvcellar:head:a", field, found.encode(errors="surrogateescape"))
     assert content(store, ["a"]) == [VALUE if field == "note" else None]
     assert all(entry.key == "a" for entry in store.entries())
+
+
+NOTE: Note = {"parent": "p", "text": "t"}
+
+
+def test_what_the_server_took_is_not_found(open_store: Open, server: RedisClient) -> None:
+    """Whoever may write takes it out of the set."""
+    store, looking = open_store(), open_store(read_only=True)
+    for key in "abc":
+        store.put(key, [VALUE], NOTE)
+    server.call("UNLINK", "kvcellar:head:b")
+    assert found(looking, "parent", "p") == ["a", "c"]
+    assert server.call("SCARD", "kvcellar:by:parent:p") == 3
+    assert found(store, "parent", "p") == ["a", "c"]
+    assert server.call("SCARD", "kvcellar:by:parent:p") == 2
+
+
+def test_a_set_that_the_server_took_is_made_anew_by_use(
+    open_store: Open, server: RedisClient
+) -> None:
+    store = open_store()
+    for key in "ab":
+        store.put(key, [VALUE], NOTE)
+    server.call("UNLINK", *names(server, "by:"))
+    assert found(store, "parent", "p") == []
+    store.touch("b")
+    assert found(store, "parent", "p") == found(store, "text", "t") == ["b"]
+    store.get("a")
+    assert found(store, "parent", "p") == ["a", "b"]
+
+
+def test_sets_go_with_what_they_hold(open_store: Open, server: RedisClient) -> None:
+    """With the last value that is deleted, else 30 days after the last would have expired."""
+    store = open_store(ttl_s=100)
+    store.put("a", [VALUE], NOTE)
+    times = [server.call("TTL", name) for name in names(server, "by:")]
+    assert len(times) == 2
+    assert all(30 * 24 * 3600 < time <= 30 * 24 * 3600 + 100 for time in times)
+    store.delete("a")
+    assert names(server) == []
 
 
 def test_a_server_with_too_little_memory(start_redis: StartRedis) -> None:
@@ -308,6 +349,7 @@ def test_a_server_that_goes_away() -> None:
     with running_redis() as url:
         store = RedisStore(url)
         store.put("a", [VALUE])
+    refusal(StoreError, lambda: store.find("parent", "p", 1))
     for work in (store.get, store.has, store.delete, store.why_absent):
         assert url in refusal(StoreError, lambda w=work: w("a"))  # type: ignore[misc]
     refusal(StoreError, lambda: store.put("b", [VALUE]))

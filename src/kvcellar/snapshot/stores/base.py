@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, get_args
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Note: TypeAlias = Mapping[str, "str | int"]
 """What a person wants to know of an entry, and what tells why another was not found."""
+
+Field: TypeAlias = Literal["parent", "text"]
+"""Where a note may have a key that values can be found by."""
+FIELDS: tuple[Field, ...] = get_args(Field)
 
 Absence: TypeAlias = Literal["never stored", "evicted", "expired"]
 """Why a store does not have a key, as far as it remembers."""
@@ -75,6 +79,14 @@ class Store(Protocol):
 
     def entries(self) -> Iterator[Entry]:
         """All values, those used longest ago first; others may change the store meanwhile."""
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Up to so many values whose note has a key there; quick, however many values there are.
+
+        Raises:
+            OptionError: no such key can be.
+            StoreError: the store cannot be read.
+        """
 
     @property
     def bytes_used(self) -> int:

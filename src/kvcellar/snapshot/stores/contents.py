@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.base import Buffer, Note
+from kvcellar.snapshot.stores.base import FIELDS, Buffer, Note
 
 MAX_NOTE = 1 << 16
 """Characters that a note may take as JSON."""
@@ -61,6 +61,12 @@ def encode_note(note: Note | None) -> str:
     if len(text) > MAX_NOTE:
         raise OptionError(f"note of {len(text)} characters: at most {MAX_NOTE} are kept")
     return text
+
+
+def keys_in(note: Note | None) -> list[str | None]:
+    """Of each field, the key that a value with such a note is found by."""
+    said = [(note or {}).get(field) for field in FIELDS]
+    return [key if isinstance(key, str) and is_key(key) else None for key in said]
 
 
 def decode_note(text: str) -> Note:

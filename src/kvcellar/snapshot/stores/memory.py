@@ -7,9 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from kvcellar.errors import ClosedError
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Note
+from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
 from kvcellar.snapshot.stores.contents import (
     REMEMBERED,
     check_budget,
@@ -94,6 +95,11 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             return iter([entry for _, entry in self._held.values()])
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Up to so many values whose note has a key there. Looks at all: memory holds few."""
+        check_key(key)
+        return list(islice((e for e in self.entries() if e.note.get(field) == key), most))
 
     @property
     def bytes_used(self) -> int:

@@ -13,8 +13,8 @@ import xxhash
 
 from kvcellar.errors import ClosedError, OptionError, StoreError
 from kvcellar.snapshot.stores import redis_scripts
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Note
-from kvcellar.snapshot.stores.contents import check_key, decode_note, encode_note, flat
+from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
+from kvcellar.snapshot.stores.contents import check_key, decode_note, encode_note, flat, keys_in
 from kvcellar.snapshot.stores.redis_client import RedisClient
 
 _WRITING_S = 600
@@ -82,7 +82,7 @@ class RedisStore:
             return True
         names = self._new_names(key, sum(piece.nbytes for piece in pieces))
         try:
-            about = (*self._write(names, pieces), text)
+            about = (*self._write(names, pieces), text, *(key or "" for key in keys_in(note)))
             outcome = self._run(redis_scripts.ENTER, key, *self._times, *about)
         except BaseException:
             self._give_up(names)
@@ -131,6 +131,14 @@ class RedisStore:
         """All values, those used longest ago first; what the server evicts meanwhile may be in."""
         found = {entry.key: entry for batch in self._heads() for entry in self._listed(batch)}
         return iter(sorted(found.values(), key=lambda entry: (entry.used, entry.key)))
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Up to so many values whose note has a key there; any of them if there are more."""
+        name = f"{self._prefix}by:{field}:{check_key(key)}"
+        heads = self._client.call(
+            "EVAL", redis_scripts.FIND, 1, name, most, int(not self.read_only)
+        )
+        return [entry for entry in self._listed(heads) if entry.note.get(field) == key]
 
     @property
     def bytes_used(self) -> int:
@@ -196,7 +204,8 @@ class RedisStore:
                 self._client.call("UNLINK", *names.all())
 
     def _run(self, script: str, key: str, *args: object) -> Any:  # what the script returns
-        names = (f"{self._prefix}head:{key}", f"{self._prefix}gone:{key}", self._stem(key))
+        own = (f"{self._prefix}{kind}:{key}" for kind in ("head", "gone"))
+        names = (*own, self._stem(key), f"{self._prefix}by:")
         return self._client.call("EVAL", script, len(names), *names, *args)
 
 

@@ -1,19 +1,25 @@
 """What a Redis server does at once, in Lua: entering, using and dropping a value.
 
 A value is a head, which is a hash, and pieces, which are strings named after the generation in the
-head. All scripts take the same names: the head, the trace that tells why a value is gone, and the
-stem of the names of pieces. Times are the server's, so machines need not agree on them.
+head. Scripts about one take the same names: the head, the trace that tells why a value is gone, and
+the stems of the names of pieces and of sets. Times are the server's, so machines need not agree.
+
+Values are found by the keys in their notes through sets of heads, one for each field and key. A
+head that the server evicted is taken out by whoever meets it there; a set that it evicted is made
+anew as its values are used.
 """
 
 from __future__ import annotations
+
+from kvcellar.snapshot.stores.base import FIELDS
 
 MAX_PIECES = 100_000
 """No value has more, whatever a damaged head says."""
 
 _PRELUDE = (
-    f"local max_pieces = {MAX_PIECES}"
+    f"local max_pieces, fields = {MAX_PIECES}, {{{str(FIELDS)[1:-1]}}}"
     """
-local head, trace, stem = KEYS[1], KEYS[2], KEYS[3]
+local head, trace, stem, by = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 
 local function now()
     local time = redis.call('TIME')
@@ -35,7 +41,17 @@ local function whole(pieces)
     return true
 end
 
+-- The names of the sets that the head belongs into.
+local function sets()
+    local found, keys = {}, redis.call('HMGET', head, unpack(fields))
+    for i, field in ipairs(fields) do
+        if keys[i] then found[#found + 1] = by .. field .. ':' .. keys[i] end
+    end
+    return found
+end
+
 local function drop(pieces)
+    for _, name in ipairs(sets()) do redis.call('SREM', name, head) end
     redis.call('UNLINK', head)
     for _, name in ipairs(pieces) do redis.call('UNLINK', name) end
 end
@@ -49,6 +65,10 @@ local function renew(pieces, ttl, memory, time)
     for _, name in ipairs(pieces) do keep(name, ttl + 60000) end
     local deadline = ttl > 0 and string.format('%.3f', time + ttl / 1000) or 'none'
     redis.pcall('SET', trace, deadline, 'PX', memory)
+    for _, name in ipairs(sets()) do
+        redis.pcall('SADD', name, head)
+        redis.pcall('PEXPIRE', name, memory)
+    end
 end
 """
 )
@@ -63,6 +83,9 @@ if not whole(pieces) then return 'lost' end
 local time = now()
 redis.call('HSET', head, 'generation', generation, 'n_pieces', n_pieces, 'n_bytes', ARGV[5],
     'digest', ARGV[6], 'note', ARGV[7], 'created', time, 'used', time)
+for i, field in ipairs(fields) do
+    if ARGV[7 + i] ~= '' then redis.call('HSET', head, field, ARGV[7 + i]) end
+end
 renew(pieces, ttl, memory, time)
 return 'entered'
 """
@@ -129,6 +152,16 @@ return 'evicted'
 """
 )
 """Why there is no value: whether its time was over, or the server took it before."""
+
+FIND = """
+local found = {}
+for _, head in ipairs(redis.call('SRANDMEMBER', KEYS[1], ARGV[1])) do
+    if redis.call('EXISTS', head) == 1 then found[#found + 1] = head
+    elseif ARGV[2] == '1' then redis.call('SREM', KEYS[1], head) end
+end
+return found
+"""
+"""Heads of a set, at most so many, without those that are gone; these leave it if we may write."""
 
 LIST = """
 local found = {}

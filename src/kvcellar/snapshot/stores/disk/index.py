@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.snapshot.stores.base import Entry
-from kvcellar.snapshot.stores.contents import REMEMBERED, decode_note, encode_note
+from kvcellar.snapshot.stores.base import FIELDS, Entry, Field
+from kvcellar.snapshot.stores.contents import REMEMBERED, decode_note, encode_note, keys_in
 from kvcellar.snapshot.stores.disk.files import Name
 
 SCHEMA = (
@@ -24,12 +24,17 @@ SCHEMA = (
         created REAL NOT NULL,
         used REAL NOT NULL,
         note TEXT NOT NULL,
-        turn INTEGER NOT NULL
+        turn INTEGER NOT NULL,
+        parent TEXT,
+        text TEXT
     )""",
     "CREATE TABLE evicted (key TEXT PRIMARY KEY)",
     "CREATE INDEX by_turn ON entries (turn, n_bytes)",
+    "CREATE INDEX by_parent ON entries (parent, turn)",
+    "CREATE INDEX by_text ON entries (text, turn)",
 )
-"""``turn`` counts uses, because clocks may stand still or go back."""
+"""``turn`` counts uses, because clocks may stand still or go back. The last two columns are keys
+that the note has, by which it is found."""
 
 IN_MEMORY = Path(":memory:")
 _WAIT_S = 60.0
@@ -120,6 +125,12 @@ class Index:
         found = self._db.execute(f"SELECT {_COLUMNS} FROM entries ORDER BY turn").fetchall()
         return [Row.parse(row) for row in found]
 
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Up to so many entries whose note has a key there, those used last first."""
+        wanted = f"SELECT {_COLUMNS} FROM entries WHERE {field} = ? ORDER BY turn DESC LIMIT ?"
+        found = (Row.parse(row).entry for row in self._db.execute(wanted, (key, most)))
+        return [entry for entry in found if entry.note.get(field) == key]
+
     def n_bytes(self) -> int:
         """What all values take together."""
         (total,) = self._db.execute("SELECT coalesce(sum(n_bytes), 0) FROM entries").fetchone()
@@ -127,10 +138,10 @@ class Index:
 
     def add(self, row: Row) -> None:
         """Enter a value, as the one used last; its key has none."""
-        entry, values = row.entry, f"VALUES (?, ?, ?, ?, ?, ?, {_NEXT})"
+        entry, values = row.entry, f"VALUES (?, ?, ?, ?, ?, ?, {_NEXT}, ?, ?)"
         self._db.execute("DELETE FROM evicted WHERE key = ?", (entry.key,))
         self._db.execute(
-            f"INSERT INTO entries ({_COLUMNS}, turn) {values}",
+            f"INSERT INTO entries ({_COLUMNS}, turn, {', '.join(FIELDS)}) {values}",
             (
                 entry.key,
                 row.name.generation,
@@ -138,6 +149,7 @@ class Index:
                 entry.created,
                 entry.used,
                 encode_note(entry.note),
+                *keys_in(entry.note),
             ),
         )
 

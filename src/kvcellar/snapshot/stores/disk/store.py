@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvcellar.errors import StoreError
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Note
+from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
 from kvcellar.snapshot.stores.contents import (
     check_budget,
     check_key,
@@ -130,6 +130,11 @@ class DiskStore:
     def entries(self) -> Iterator[Entry]:
         """All values at this moment, those used longest ago first."""
         return (row.entry for row in self._index.read(Index.rows))
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Up to so many values whose note has a key there, those used last."""
+        check_key(key)
+        return self._index.read(lambda index: index.find(field, key, most))
 
     @property
     def bytes_used(self) -> int:
