@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Wanted, mark
 from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.snapshot.stores.disk.files import Name
 from kvcellar.snapshot.stores.redis import RedisStore
 from tests.cli.helpers import Invoke
 from tests.snapshot.stores.conftest import running_redis
@@ -311,9 +313,16 @@ def test_what_is_of_no_use_goes(
     invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
 ) -> None:
     value_file(filled, entries[3]["key"]).unlink()
+    stray = Name.new(entries[0]["key"]).under(filled)
+    stray.write_bytes(bytes(2000))
+    os.utime(stray, (1, 1))
+    planned = invoke("cache", "gc", filled, "--dry-run")
+    assert stray.exists()
     result = invoke("cache", "gc", filled)
     assert result.exit_code == 0
-    assert "removed 1 files and entries that lacked each other" in result.stdout
+    assert result.stdout == planned.stdout.replace("would remove", "removed")
+    assert not stray.exists()
+    assert "removed 2 files and entries that lack each other, 2.0 KiB" in result.stdout
     assert "removed 1 entries that lack a block before them" in result.stdout
     assert "3 entries, " in result.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.stores.base import Store
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.snapshot.stores.redis_client import RedisClient
 from tests.cli.helpers import Invoke
+from tests.snapshot.stores.conftest import running_redis
 
 PROMPT = "abcdefgh" * 40  # 320 tokens, two whole blocks
 COMMON = ("-n", "20", "--seed", "3", "--threads", "1", "--n-ctx", "512", "--stats")
@@ -97,6 +100,18 @@ def test_a_budget_is_kept(invoke: Invoke, talker: Path, tmp_path: Path) -> None:
     assert len(values(tmp_path / "new")) == 2
 
 
+def test_a_server_forgets_what_nobody_used(invoke: Invoke, talker: Path) -> None:
+    with running_redis() as url:
+        args = ("run", talker, PROMPT, *COMMON, "--prompt-cache", url, "--cache-ttl", "2h")
+        assert "prompt      0 of 320" in invoke(*args).stderr
+        assert "prompt      256 of 320" in invoke(*args).stderr
+        with closing(RedisClient(url)) as server:
+            heads = server.call("KEYS", "kvcellar:head:*")
+            times = [server.call("TTL", head) for head in heads]
+        assert len(times) == 2
+        assert all(7100 < time <= 7200 for time in times)
+
+
 def test_damaged_values_are_computed_again(invoke: Invoke, talker: Path, filled: Path) -> None:
     plain = invoke("run", talker, PROMPT, *COMMON).stdout
     for path in values(filled):
@@ -123,7 +138,11 @@ def test_a_full_cache_keeps_what_came(invoke: Invoke, talker: Path, filled: Path
     [
         (["--cache-salt", "x"], "--cache-salt needs --prompt-cache"),
         (["--cache-bytes", "1G"], "--cache-bytes needs --prompt-cache"),
+        (["--cache-ttl", "7d"], "--cache-ttl needs --prompt-cache"),
         (["--prompt-cache", "{}", "--cache-bytes", "1X"], "--cache-bytes '1X'"),
+        (["--prompt-cache", "redis://x", "--cache-ttl", "7"], "--cache-ttl '7': give an age"),
+        (["--prompt-cache", "redis://127.0.0.1:1", "--cache-ttl", "0s"], "ttl_s 0"),
+        (["--prompt-cache", "{}", "--cache-ttl", "7d"], "gc --older-than"),
         (["--prompt-cache", "memory:"], "name a folder or a URL"),
         (["--prompt-cache", "s3://me:secret@x"], "scheme 's3'"),
         (["--prompt-cache", "redis://me:secret@127.0.0.1:1/0"], "redis://127.0.0.1:1/0"),
@@ -288,9 +307,9 @@ def test_a_folder_has_a_budget_unless_one_is_given(
 ) -> None:
     asked: list[int | None] = []
 
-    def remember(where: str, max_bytes: int | None = None) -> Store:
+    def remember(where: str, max_bytes: int | None, ttl_s: float | None) -> Store:
         asked.append(max_bytes)
-        return open_or_make(where, max_bytes)
+        return open_or_make(where, max_bytes, ttl_s)
 
     monkeypatch.setattr(opened, "open_or_make", remember)
     for size in (None, "5M"):

@@ -38,6 +38,7 @@ def chat(
     prompt_cache: o.PromptCacheAt = None,
     cache_salt: o.CacheSalt = None,
     cache_bytes: o.CacheBytes = None,
+    cache_ttl: o.CacheTtl = None,
 ) -> None:
     """Talk to a model; of each turn only what is new is computed.
 
@@ -47,7 +48,7 @@ def chat(
     sampling = o.sampling(temperature, top_k, top_p, min_p, penalties, seed)
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
-    stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
+    stored = PromptStore(prompt_cache, cache_salt, cache_bytes, cache_ttl)
     with setup.open() as context, stored.open() as prompts:
         talk = Conversation(context, answering, system, prompts)
         interactive = sys.stdin.isatty() and sys.stdout.isatty()

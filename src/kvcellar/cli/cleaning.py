@@ -50,14 +50,13 @@ def _clean(
     store: DiskStore, max_bytes: int | None, since: float | None, *, dry_run: bool
 ) -> Iterator[str]:
     verb = "would remove" if dry_run else "removed"
-    if not dry_run:
-        report = store.gc()
-        n = len(report.strays) + len(report.missing)
-        if n or report.bytes_freed:
-            freed = human_bytes(report.bytes_freed)
-            yield f"removed {n} files and entries that lacked each other, {freed}"
+    report = store.gc(dry_run=dry_run)
+    n = len(report.strays) + len(report.missing)
+    if n or report.bytes_freed:
+        freed = human_bytes(report.bytes_freed)
+        yield f"{verb} {n} files and entries that lack each other, {freed}"
     n_gone, n_bytes = Counter[str](), Counter[str]()
-    forest = Forest(store.entries())
+    forest = Forest(entry for entry in store.entries() if entry.key not in report.missing)
     for block, reason in forest.leaving(max_bytes, since):
         if dry_run or store.delete(block.key):
             n_gone[reason] += 1

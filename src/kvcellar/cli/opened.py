@@ -53,21 +53,28 @@ def existing(where: str, *, read_only: bool = False) -> Iterator[Store]:
         yield store
 
 
-def open_or_make(where: str, max_bytes: int | None = None) -> Store:
+def open_or_make(where: str, max_bytes: int | None = None, ttl_s: float | None = None) -> Store:
     """A store that outlives this process, made if it is a folder that is not there.
 
     Raises:
-        OptionError: no such store can be, or it is a server and has a budget of its own.
+        OptionError: no such store can be, or it bounds what it keeps in another way.
         StoreError: it cannot be opened.
     """
     from kvcellar.snapshot.stores import open_store
     from kvcellar.snapshot.stores.opening import folder_of
 
     _refuse_memory(where)
-    if max_bytes is None:
-        return open_store(where)
     if folder_of(where) is None:
-        raise OptionError("--cache-bytes is for folders: a server's maxmemory bounds what it keeps")
+        if max_bytes is not None:
+            raise OptionError(
+                "--cache-bytes is for folders: a server's maxmemory bounds what it keeps"
+            )
+        return open_store(where, ttl_s=ttl_s)
+    if ttl_s is not None:
+        raise OptionError(
+            "--cache-ttl is for servers: in a folder, kvcellar cache gc --older-than removes "
+            "what nobody used for so long"
+        )
     return open_store(where, max_bytes=max_bytes)
 
 

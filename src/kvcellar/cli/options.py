@@ -99,6 +99,15 @@ CacheBytes = Annotated[
         rich_help_panel=_PROMPTS,
     ),
 ]
+CacheTtl = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-ttl",
+        metavar="AGE",
+        help="How long a server keeps what nobody uses (for good).",
+        rich_help_panel=_PROMPTS,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)

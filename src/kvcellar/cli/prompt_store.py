@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcellar.cli.amounts import parse_size
+from kvcellar.cli.amounts import parse_age, parse_size
 from kvcellar.cli.console import note
 from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 
@@ -34,20 +34,23 @@ class PromptStore:
         where: a folder or URL; None: there is no prompt cache.
         salt: texts of another salt are never found.
         max_bytes: the budget of a folder, as it was written; None: ``FOLDER_BYTES``.
+        ttl: how long a server keeps what nobody uses, as it was written; None: for good.
 
     Raises:
-        OptionError: no such size, or an option of what is not there.
+        OptionError: no such size or age, or an option of what is not there.
     """
 
     where: str | None
     salt: str | None = None
     max_bytes: str | None = None
+    ttl: str | None = None
 
     def __post_init__(self) -> None:
-        for option, value in (("salt", self.salt), ("bytes", self.max_bytes)):
+        for option, value in (("salt", self.salt), ("bytes", self.max_bytes), ("ttl", self.ttl)):
             if value is not None and self.where is None:
                 raise OptionError(f"--cache-{option} needs --prompt-cache")
         self._size()
+        self._ttl()
 
     @contextmanager
     def open(self) -> Iterator[PromptCache | None]:
@@ -67,11 +70,14 @@ class PromptStore:
         size = self._size()
         if size is None and folder_of(self.where) is not None:
             size = parse_size(FOLDER_BYTES, "--cache-bytes")
-        with closing(open_or_make(self.where, size)) as store:
+        with closing(open_or_make(self.where, size, self._ttl())) as store:
             yield PromptCache(Forgiving(store), cache_salt=self.salt or "")
 
     def _size(self) -> int | None:
         return None if self.max_bytes is None else parse_size(self.max_bytes, "--cache-bytes")
+
+    def _ttl(self) -> float | None:
+        return None if self.ttl is None else parse_age(self.ttl, "--cache-ttl")
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def run(
     prompt_cache: o.PromptCacheAt = None,
     cache_salt: o.CacheSalt = None,
     cache_bytes: o.CacheBytes = None,
+    cache_ttl: o.CacheTtl = None,
 ) -> None:
     """Complete a prompt; the text goes to stdout as it is generated.
 
@@ -67,7 +68,7 @@ def run(
     text = read_prompt(prompt)
     setup = o.Setup(model, n_ctx, type_k, type_v, threads, n_ubatch)
     answering = o.Answering(max_tokens, stop, sampling, n_ubatch)
-    stored = PromptStore(prompt_cache, cache_salt, cache_bytes)
+    stored = PromptStore(prompt_cache, cache_salt, cache_bytes, cache_ttl)
     with setup.open() as context, stored.open() as prompts:
         recorded = context.start_profile() if profile else None
         ids = _prompt_ids(context, text, system, chat or system is not None)

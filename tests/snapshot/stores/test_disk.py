@@ -7,6 +7,7 @@ import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,11 @@ def test_gc_removes_what_nobody_needs(open_store: Open, tmp_path: Path) -> None:
         path.write_bytes(bytes(30))
     (root / "values" / "README").write_text("not ours to remove")
     n_value = next(root.glob("values/*/a.*")).stat().st_size
+    before = sorted(root.rglob("*"))
+    planned = open_store(200).gc(0, dry_run=True)
+    assert sorted(root.rglob("*")) == before
     report = open_store(200).gc(0)
+    assert planned == replace(report, bytes_freed=report.bytes_freed - 60)
     assert (report.strays, report.missing, report.evicted) == ((stray,), ("b",), ("a",))
     assert report.bytes_freed == 10 + n_value + 60
     assert order(store) == ["c", "d"]

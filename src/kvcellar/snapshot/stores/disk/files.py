@@ -221,10 +221,18 @@ def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
                     yield name, entry
 
 
+def size_of(path: Path) -> int:
+    """How many bytes a file has; none if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def remove(path: Path) -> int:
     """Unlink a file, if that can be; how many bytes it had."""
+    size = size_of(path)
     try:
-        size = path.stat().st_size
         path.unlink()
     except OSError:
         return 0

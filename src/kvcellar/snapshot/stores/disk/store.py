@@ -20,7 +20,7 @@ from kvcellar.snapshot.stores.disk.files import Damaged, Name, map_value, remove
 from kvcellar.snapshot.stores.disk.folder import is_store, prepare
 from kvcellar.snapshot.stores.disk.index import Index, Row
 from kvcellar.snapshot.stores.disk.live import LiveIndex
-from kvcellar.snapshot.stores.disk.upkeep import GcReport, VerifyReport, collect, examine
+from kvcellar.snapshot.stores.disk.upkeep import GcReport, VerifyReport, collect, examine, plan
 
 _ATTEMPTS = 3
 
@@ -151,16 +151,19 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"the store in {self._root} cannot be read: {error}") from error
 
-    def gc(self, min_age_s: float = 600.0) -> GcReport:
+    def gc(self, min_age_s: float = 600.0, *, dry_run: bool = False) -> GcReport:
         """Remove what no entry needs, entries without a file, and what exceeds the budget.
 
         Args:
             min_age_s: how long a file must have been left alone, because it could be one that
                 another process is about to enter.
+            dry_run: only tell what would be removed.
         """
-        self._check_writable()
+        if not dry_run:
+            self._check_writable()
+        work = plan if dry_run else collect
         try:
-            return collect(self._root, self._index, self._max_bytes, min_age_s)
+            return work(self._root, self._index, self._max_bytes, min_age_s)
         except OSError as error:
             raise StoreError(f"the store in {self._root} cannot be cleaned: {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.snapshot.stores.disk.files import Damaged, header_of, map_value, remove
+from kvcellar.snapshot.stores.disk.files import Damaged, header_of, map_value, remove, size_of
 from kvcellar.snapshot.stores.disk.folder import remove_leftovers, strays
 from kvcellar.snapshot.stores.disk.index import Index, Row
 from kvcellar.snapshot.stores.disk.live import LiveIndex
@@ -38,7 +38,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was removed from a store.
+    """What was removed from a store, or would be.
 
     Attributes:
         strays: files that no entry had.
@@ -68,6 +68,16 @@ def examine(root: Path, live: LiveIndex) -> VerifyReport:
         tuple(key for key, fault in faults.items() if fault == "missing"),
         tuple(path for path in files if path not in known and path.exists()),
     )
+
+
+def plan(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
+    """What :func:`collect` would remove, beside replaced indexes; nothing is changed."""
+    rows = live.read(Index.rows)
+    files = list(strays(root, {row.name for row in rows}, min_age_s))
+    broken = [row for row in rows if _fault(root, row, whole=False)]
+    evicted = [] if max_bytes is None else _excess([r for r in rows if r not in broken], max_bytes)
+    going = [*files, *(row.name.under(root) for row in broken + evicted)]
+    return GcReport(tuple(files), _keys(broken), _keys(evicted), sum(map(size_of, going)))
 
 
 def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
@@ -104,6 +114,16 @@ def _fault(root: Path, row: Row, whole: bool) -> str:
     except (Damaged, OSError):
         return "damaged"
     return ""
+
+
+def _excess(rows: list[Row], max_bytes: int) -> list[Row]:
+    """The first rows, so many that the others are within the budget."""
+    left = sum(row.entry.n_bytes for row in rows)
+    for i, row in enumerate(rows):
+        if left <= max_bytes:
+            return rows[:i]
+        left -= row.entry.n_bytes
+    return rows
 
 
 def _is_still_there(live: LiveIndex, row: Row) -> bool:
