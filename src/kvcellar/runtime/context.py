@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class Context:
     """Where sequences of one model live and are computed; made by :meth:`Model.context`.
 
-    Calls from several threads take turns.
+    Calls from several threads take turns, those on its sequences too; :meth:`exclusive` makes
+    several calls one. ``cache`` knows no threads: use it inside :meth:`exclusive`.
 
     Attributes:
         model: the model.
@@ -81,7 +82,8 @@ class Context:
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """The open sequences, by id."""
-        return tuple(self._sequences[i] for i in sorted(self._sequences))
+        with self._lock:
+            return tuple(self._sequences[i] for i in sorted(self._sequences))
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
         """A new sequence, with a prompt computed into it if one is given.
@@ -143,7 +145,8 @@ class Context:
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """What ``cache.view`` gives, knowing the tokens' texts where the model has a tokenizer."""
-        view = self.cache.view(n_seq_max)
+        with self._lock:
+            view = self.cache.view(n_seq_max)
         tokenizer = self.model.tokenizer
         try:
             return view.with_texts(lambda t: tokenizer.token_bytes(t).decode("utf-8", "replace"))

@@ -7,6 +7,7 @@ computed again: the text is the same, and only costs more.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvcellar.errors import ClosedError, NotSupported, OptionError
 from kvcellar.runtime.held import Gap, HeldText
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.turns import in_turn
 from kvcellar.runtime.waiting import Waiting
 from kvcellar.types import Float32Array, Int32Array
 
@@ -27,12 +29,16 @@ class EditableText:
     """The tokens of a sequence, and what can be done to them without computing anything.
 
     Attributes:
+        turn: holds off other threads (``turns.py``).
         rounded: names the types that K and V were restored or loaded from, if they are others than
-            the cache's; empty: as they were computed. Files do not tell.
+            the cache's; empty: as they were computed. llama.cpp's files do not tell.
     """
 
-    def __init__(self, cache: Cache, seq_id: int, n_ctx_train: int) -> None:
+    def __init__(
+        self, cache: Cache, seq_id: int, n_ctx_train: int, turn: AbstractContextManager[object]
+    ) -> None:
         self.seq_id = seq_id
+        self.turn = turn
         self._held = HeldText(cache, seq_id)
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
@@ -43,23 +49,36 @@ class EditableText:
         self._closed = False
 
     @property
+    @in_turn
     def tokens(self) -> list[int]:
         """All token ids, in order."""
         self._check_open()
         return [*self._held.tokens, *self._waiting.tokens]
 
     @property
+    @in_turn
     def positions(self) -> Int32Array:
         """Where each of ``tokens`` stands; those not computed yet: where they will."""
         self._check_open()
         rest = self._waiting.positions(self._held.end)
         return np.concatenate((self._held.positions, rest)).astype(np.int32)
 
+    @in_turn
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
         return len(self._held) + len(self._waiting)
 
+    @property
+    def tainted(self) -> int | None:
+        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
+
+        So it is behind a removal, after a context shift, or where text was loaded behind other
+        text. None: there is none. What others do to ``context.cache`` directly is not known here.
+        """
+        return self._tainted
+
+    @in_turn
     def trim(self: T, n_tokens: int) -> T:
         """Drop the last ``n_tokens`` tokens; returns the sequence itself.
 
@@ -67,8 +86,6 @@ class EditableText:
             OptionError: it is negative or more than there are.
         """
         size = len(self)
-        if n_tokens == size:
-            self.rounded = ""
         if not 0 <= n_tokens <= size:
             raise OptionError(f"trim({n_tokens}): the sequence has {size} tokens")
         if n_tokens == 0:
@@ -79,9 +96,10 @@ class EditableText:
             self._logits = None
         else:
             self._waiting = self._waiting.without(n_left - n_held, size - n_held)
-        self._reconsider_taint()
+        self._reconsider()
         return self
 
+    @in_turn
     def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
         """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
 
@@ -118,11 +136,12 @@ class EditableText:
             if not again and stop < n_held:
                 self._taint(start)
         self._waiting = waiting
-        self._reconsider_taint()
+        self._reconsider()
         if start < min(stop, len(self)) and self.positions[start] == at[stop]:
             self._taint(start)  # there is a gap before it
         return self
 
+    @in_turn
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
         """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
 
@@ -138,6 +157,7 @@ class EditableText:
         self.remove(start, stop)
         return stop - start
 
+    @in_turn
     def self_extend(self: T, group: int, width: int) -> T:
         """Let tokens share positions, so that more text fits what the model was trained for.
 
@@ -158,11 +178,13 @@ class EditableText:
         self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
         return self
 
+    @in_turn
     def push(self, token: int) -> None:
         """Add one token without computing it yet."""
         self._check_open()
         self._waiting = self._waiting.then([token])
 
+    @in_turn
     def make_room(self, shift: ContextShift) -> None:
         """Shift until what waits to be computed fits; what :meth:`stream` does if asked to.
 
@@ -177,8 +199,10 @@ class EditableText:
         """Know that K and V from a token on are not what a fresh decode would give."""
         self._tainted = token if self._tainted is None else min(self._tainted, token)
 
-    def _reconsider_taint(self) -> None:
+    def _reconsider(self) -> None:
         """Know that what waits will be fresh, if it stands where it would in a text of its own."""
+        if len(self._held) == 0:
+            self.rounded = ""
         if self._tainted is not None and len(self._held) <= self._tainted:
             moved = np.flatnonzero(self.positions != np.arange(len(self)))
             self._tainted = int(moved[0]) if moved.size else None

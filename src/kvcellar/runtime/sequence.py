@@ -21,6 +21,7 @@ from kvcellar.runtime.loading import LoadOptions, load_into
 from kvcellar.runtime.sampler import SamplerOptions
 from kvcellar.runtime.saving import SaveOptions, save_part
 from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.turns import in_turn
 from kvcellar.runtime.waiting import Waiting
 from kvcellar.snapshot.saved import SavedText
 from kvcellar.types import Float32Array, KVType
@@ -39,7 +40,8 @@ class Sequence(EditableText):
     """
 
     def __init__(self, context: Context, seq_id: int) -> None:
-        super().__init__(context.cache, seq_id, context.model.spec.n_ctx_train)
+        n_ctx_train = context.model.spec.n_ctx_train
+        super().__init__(context.cache, seq_id, n_ctx_train, context.exclusive())
         self.context = context
         self.finish_reason: FinishReason | None = None
 
@@ -49,6 +51,7 @@ class Sequence(EditableText):
         return self.context.model.tokenizer.decode(self.tokens)
 
     @property
+    @in_turn
     def logits(self) -> Float32Array:
         """Logits of the next token, ``[n_vocab]``; computed if need be.
 
@@ -65,6 +68,7 @@ class Sequence(EditableText):
             raise OptionError("the sequence is empty: append a prompt first")
         return self._logits
 
+    @in_turn
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Add text or token ids and compute them; returns the sequence itself.
 
@@ -79,6 +83,7 @@ class Sequence(EditableText):
         self._compute(self._waiting.then(self.to_ids(prompt)))
         return self
 
+    @in_turn
     def fork(self) -> Sequence:
         """A new sequence that shares every cell with this one; no byte is copied.
 
@@ -87,7 +92,11 @@ class Sequence(EditableText):
         """
         self._check_open()
         child = self.context.sequence()
-        self._held.share_with(child._held)  # noqa: SLF001
+        try:
+            self._held.share_with(child._held)  # noqa: SLF001
+        except BaseException:
+            child.close()
+            raise
         child._waiting = self._waiting  # noqa: SLF001  (of the same class)
         child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
         child._tainted = self._tainted  # noqa: SLF001
@@ -137,6 +146,7 @@ class Sequence(EditableText):
         self._check_open()
         return iter(Generation(self, max_tokens, stop, shift, options, sampling))
 
+    @in_turn
     def save(
         self,
         path: str | Path,
@@ -169,9 +179,9 @@ class Sequence(EditableText):
         """
         self._check_open()
         how = SaveOptions(type_k, type_v, compress, checkpoints)
-        with self.context.exclusive():
-            return save_part(self, path, start, stop, how)
+        return save_part(self, path, start, stop, how)
 
+    @in_turn
     def load(
         self: Sequence,
         path: str | Path,
@@ -188,8 +198,7 @@ class Sequence(EditableText):
         follow on by itself. K and V are what they were: they know nothing of what stands before.
         """
         self._check_open()
-        with self.context.exclusive():
-            load_into(self, path, LoadOptions(start, stop, positions, convert))
+        load_into(self, path, LoadOptions(start, stop, positions, convert))
         return self
 
     def close(self) -> None:
@@ -205,26 +214,19 @@ class Sequence(EditableText):
 
     # -- what saving and loading need
 
+    @in_turn
     def compute_waiting(self) -> None:
         """Compute what waits, if anything does."""
         self._check_open()
         if self._waiting:
             self._compute(self._waiting)
 
+    @in_turn
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._held
         self._forget_old_logits()
         return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
-
-    @property
-    def tainted(self) -> int | None:
-        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
-
-        So it is behind a removal, after a context shift, or where text was loaded behind other
-        text. None: there is none. What others do to ``context.cache`` directly is not known here.
-        """
-        return self._tainted
 
     def adopt(self, saved: SavedText, before: list[int]) -> None:
         """Know what was saved, now that the cache holds it behind the tokens ``before``."""
