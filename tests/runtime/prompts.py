@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcellar.errors import StoreError
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.prompt_cache import PromptCache, Reuse
+from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.runtime.reuse import Reuse
 from kvcellar.runtime.sequence import Sequence as Text
 from kvcellar.snapshot.stores.base import Buffer, Note
 from kvcellar.snapshot.stores.memory import MemoryStore

@@ -304,3 +304,17 @@ def _logits(data: bytes, spec: MemorySpec) -> tuple[int, int]:
 
 def _no_space(_: int) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_window_that_slides_for_them_and_never_here(shared: Path, path: Path) -> None:
+    """What would help is said, and what only Context.load takes."""
+    for arch, remedy in (("lfm2-dense", r"Sequence\.save"), ("gemma2-dense", "swa_full=False")):
+        with opened(shared, arch, n_ctx=64, n_seq_max=1) as context:
+            sequence = context.sequence(text(1, 50))
+            save_llama_file(sequence, path)
+            sequence.close()
+            with pytest.raises(SnapshotMismatch, match=f"the last tokens only; .*{remedy}"):
+                context.load(path)
+            empty = context.sequence()
+            with pytest.raises(OptionError, match=r"Context\.load"):
+                empty.load(path)

@@ -10,7 +10,8 @@ import pytest
 
 from kvcellar.errors import BatchError, ClosedError, OptionError
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.prompt_cache import PromptCache, Reuse
+from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.runtime.reuse import Reuse
 from kvcellar.snapshot.absence import Absence
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse

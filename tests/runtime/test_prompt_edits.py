@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvcellar.errors import LibraryError, OptionError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.sequence import Sequence
+from kvcellar.snapshot.absence import Absence
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import F32, SAME, fresh, opened, text
@@ -256,6 +258,31 @@ def test_compressed_blocks_are_found_by_all(context: Context, store: MemoryStore
         assert nmse(again, logits) < SAME
 
 
+def test_without_the_library_compressed_blocks_are_left_alone(
+    context: Context, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is computed, and those who have the library find them still."""
+    pytest.importorskip("zstandard")
+    packed = PromptCache(store, block_size=BLOCK, compress=True)
+    _, logits, _ = append(packed, context, [3] * 70)
+    held = list(store.entries())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        reuse, again, _ = append(PromptCache(store, block_size=BLOCK), context, [3] * 70)
+    assert reuse.n_reused == 0
+    assert reuse.why == Absence("compressed", 0)
+    assert "kvcellar[zstd]" in str(reuse.why)
+    np.testing.assert_array_equal(again, logits)
+    assert [entry.key for entry in store.entries()] == [entry.key for entry in held]
+    assert append(packed, context, [3] * 70)[0].n_reused == 64
+
+
+def test_a_path_is_no_store() -> None:
+    for path in ("prompts", Path("prompts"), None):
+        with pytest.raises(OptionError, match="open_store"):
+            PromptCache(path)  # type: ignore[arg-type]
+
+
 def test_types_and_libraries_that_are_not_there(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +291,7 @@ def test_types_and_libraries_that_are_not_there(
         wrong: dict[str, Any] = {kind: "q7_9"}
         with pytest.raises((OptionError, ValueError), match="q7_9"):
             PromptCache(store, **wrong)
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(LibraryError, match="zstd"):
         PromptCache(store, compress=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,3 +226,18 @@ def test_text_for_a_model_without_a_tokenizer_is_refused(shared: Path) -> None:
         with pytest.raises(TokenizerError, match="token ids"):
             context.sequence("Hello")
         assert len(context.sequence([1, 2, 3])) == 3
+
+
+def test_odd_arguments_are_named(context: Context) -> None:
+    sequence = context.sequence("A, B")
+    tokens = sequence.tokens
+    odd: list[Any] = [1.0, "1", None]
+    for n in odd:
+        with pytest.raises(OptionError, match=f"n_tokens={n!r}: must be a whole number"):
+            sequence.trim(n)
+    for prompt in (5, None):
+        with pytest.raises(BatchError, match=f"prompt {prompt}: give text"):
+            sequence.append(prompt)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"batch \[1, 2\]: make one"):
+        context.decode([1, 2])  # type: ignore[arg-type]
+    assert sequence.tokens == tokens

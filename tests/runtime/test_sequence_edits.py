@@ -114,6 +114,17 @@ def test_removing_the_end_is_trimming(context: Context, model: Model) -> None:
     assert np.allclose(sequence.logits, fresh_logits(model, sequence.tokens), atol=1e-4)
 
 
+def test_what_is_empty_forgets_other_types(context: Context) -> None:
+    """What comes next is computed here, however the rest went."""
+    for n_removed in (20, 0, 9):
+        with context.sequence(TOKENS) as sequence:
+            sequence.rounded = "loaded from other types"
+            sequence.trim(1).append(TOKENS[-1:]).remove(19, 20).append(TOKENS[-1:])
+            assert sequence.rounded
+            sequence.remove(0, n_removed).trim(20 - n_removed)
+            assert sequence.rounded == ""
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 3), (0, 21), (21, 21)])
 def test_ranges_outside_the_text_are_refused(context: Context, start: int, stop: int) -> None:
     sequence = context.sequence(TOKENS)

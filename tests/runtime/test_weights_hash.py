@@ -153,7 +153,8 @@ def test_it_is_computed_once(path: Path, counted: Counted, home: Path) -> None:
     assert counted.n == 1
     kept = json.loads(sidecar(path).read_text())
     status = path.stat()
-    assert kept == {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "weights": PINNED}
+    stamp = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    assert kept == {"version": 1, **stamp, "weights": PINNED}
     assert not home.exists()
     assert {one.name for one in path.parent.iterdir()} == {path.name, sidecar(path).name}
 
@@ -195,6 +196,7 @@ def test_a_file_of_another_size_is_hashed_again(path: Path, counted: Counted) ->
         {"weights": "short"},
         {"weights": "G" * 64},
         {"weights": None},
+        {"version": 0},
         {"size": -1},
         {"mtime_ns": "1"},
     ],

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcellar.cli.interrupt import Interrupt
-    from kvcellar.runtime.prompt_cache import PromptCache, Reuse
+    from kvcellar.runtime.prompt_cache import PromptCache
+    from kvcellar.runtime.reuse import Reuse
     from kvcellar.runtime.sequence import Sequence
 
 PATIENCE = 0.8  # seconds without a bar

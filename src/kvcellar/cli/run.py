@@ -20,7 +20,8 @@ from kvcellar.errors import CacheFull
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
-    from kvcellar.runtime.prompt_cache import PromptCache, Reuse
+    from kvcellar.runtime.prompt_cache import PromptCache
+    from kvcellar.runtime.reuse import Reuse
     from kvcellar.runtime.sequence import Sequence
 
 PromptText = Annotated[

@@ -8,7 +8,7 @@ from kvcellar.cli.console import human_bytes, note
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
-    from kvcellar.runtime.prompt_cache import Reuse
+    from kvcellar.runtime.reuse import Reuse
 
 
 def print_stats(

@@ -17,7 +17,7 @@ from kvcellar.batch import Batch
 from kvcellar.cache.base import Cache
 from kvcellar.cache.compaction import check_threshold
 from kvcellar.cache.view import CacheView
-from kvcellar.errors import ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
 from kvcellar.runtime.loading import LoadOptions, load_file, load_one
 from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
@@ -123,6 +123,8 @@ class Context:
             CacheFull: not enough free cells.
             ComputeError: the graph failed, or the logits are not finite.
         """
+        if not isinstance(batch, Batch):
+            raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
         with self._lock:
             self.check_open()
             return self._decode(batch)

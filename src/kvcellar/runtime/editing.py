@@ -86,8 +86,7 @@ class EditableText:
             OptionError: it is negative or more than there are.
         """
         size = len(self)
-        if not 0 <= n_tokens <= size:
-            raise OptionError(f"trim({n_tokens}): the sequence has {size} tokens")
+        n_tokens = check_range("n_tokens", n_tokens, 0, size)
         if n_tokens == 0:
             return self
         n_left, n_held = size - n_tokens, len(self._held)

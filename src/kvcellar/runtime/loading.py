@@ -75,6 +75,8 @@ def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
 
 def load_into(text: Text, path: str | Path, options: LoadOptions) -> None:
     """Let one sequence go on with what a file holds of one; see :func:`put_into`."""
+    if is_llama_file(path):
+        raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
     snapshot = read_snapshot(path)
     _check_single(snapshot)
     put_into(text.context, snapshot, [text], options)

@@ -24,8 +24,8 @@ from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
 
-    Memory is given back by :meth:`close`, at the end of a ``with`` block, or when the last
-    reference is gone; that holds for contexts too.
+    Memory is given back by :meth:`close`, at the end of a ``with`` block, or some time after the
+    last reference is gone, when Python looks for garbage; that holds for contexts too.
 
     Args:
         path: a GGUF file.

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
+from os import PathLike
 from typing import TypeAlias
 
 import numpy as np
@@ -26,13 +26,22 @@ from kvcellar.batch import Batch
 from kvcellar.cache.content import CacheContent
 from kvcellar.cache.parts import has_states
 from kvcellar.cache.porting import is_plain
-from kvcellar.errors import BatchError, NotSupported, OptionError, SnapshotError, StoreError
+from kvcellar.errors import (
+    BatchError,
+    LibraryError,
+    NotSupported,
+    OptionError,
+    SnapshotError,
+    StoreError,
+)
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.loading import LoadOptions, put_into
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.prompt_blocks import Blocks, clean_tokens
+from kvcellar.runtime.reuse import Reuse
 from kvcellar.runtime.saving import SaveOptions
 from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.spool import Spool
 from kvcellar.snapshot.absence import Absence, explain, mark, note_of
 from kvcellar.snapshot.compression import pack
 from kvcellar.snapshot.stores.base import Store
@@ -41,25 +50,6 @@ from kvcellar.types import KVType
 OnPiece: TypeAlias = Callable[[int], None]
 MAX_BLOCK = 4096
 """Tokens of a block; they have to fit into a store's notes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """How much of a text did not have to be computed.
-
-    Attributes:
-        n_tokens: how many tokens it has.
-        n_reused: how many of them were restored.
-        why: why not more; None: nothing was asked of the store.
-    """
-
-    n_tokens: int
-    n_reused: int
-    why: Absence | None = None
-
-    def __str__(self) -> str:
-        reason = "" if self.why is None else f": {self.why}"
-        return f"{self.n_reused} of {self.n_tokens} tokens reused{reason}"
 
 
 class PromptCache:
@@ -98,6 +88,8 @@ class PromptCache:
     ) -> None:
         self.block_size = check_range("block_size", block_size, 1, MAX_BLOCK)
         self.cache_salt = cache_salt
+        if isinstance(store, (str, PathLike)) or store is None:
+            raise OptionError(f"PromptCache({store!r}): open it first: PromptCache(open_store(…))")
         self._store = store
         for kind in (type_k, type_v):
             if kind is not None:
@@ -120,9 +112,9 @@ class PromptCache:
                 computed by then is stored nevertheless.
             StoreError: the store cannot be read or written; the text was added nevertheless.
         """
-        with sequence.context.exclusive():
+        with sequence.context.exclusive(), Spool() as taken:
             new, n_before, failed = _ids(sequence, prompt), len(sequence), None
-            reuse, taken = Reuse(len(new), 0), dict[int, bytes]()
+            reuse = Reuse(len(new), 0)
             if n_before:
                 text = self._known(sequence, new)
             else:
@@ -147,6 +139,7 @@ class PromptCache:
             if failed is not None:
                 raise failed
             self._put_all(text, len(text.keys), self._taker(sequence, text, taken))
+            taken.check()
             return reuse
 
     def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
@@ -173,13 +166,14 @@ class PromptCache:
         Raises:
             StoreError: the store cannot be written.
         """
-        with sequence.context.exclusive():
+        with sequence.context.exclusive(), Spool() as taken:
             sequence.compute_waiting()
-            text, taken = self._known(sequence, []), dict[int, bytes]()
+            text = self._known(sequence, [])
             n = len(text.keys)
             if not is_plain(sequence.context.cache):
                 n = self._take_all(sequence, text, taken)
             self._put_all(text, n, self._taker(sequence, text, taken))
+            taken.check()
             return self._n_there(text.keys[:n])
 
     # -- restoring
@@ -220,6 +214,8 @@ class PromptCache:
             return damaged if gone == "never stored" else Absence(gone, damaged.token)
         try:
             return text.read(i, value)
+        except LibraryError:
+            return Absence("compressed", i * self.block_size)
         except SnapshotError:
             with suppress(StoreError):  # it may be read-only
                 self._store.delete(key)
@@ -232,7 +228,7 @@ class PromptCache:
     # -- storing
 
     def _compute(
-        self, sequence: Sequence, rest: list[int], text: Blocks, taken: dict[int, bytes], most: int
+        self, sequence: Sequence, rest: list[int], text: Blocks, taken: Spool, most: int
     ) -> Iterator[int]:
         """Compute tokens, tell of each piece; take out blocks of states and windows as they end."""
         size, plain = self.block_size, is_plain(sequence.context.cache)
@@ -241,17 +237,17 @@ class PromptCache:
             sequence.append(piece := rest[:n])
             i = len(sequence) // size - 1
             if not plain and len(sequence) % size == 0 and i < len(text.keys):
-                taken[i] = text.take(sequence, i)
+                taken.add(i, text.take(sequence, i))
             yield len(piece)
             if not (rest := rest[n:]):
                 return
 
-    def _take_all(self, sequence: Sequence, text: Blocks, taken: dict[int, bytes]) -> int:
+    def _take_all(self, sequence: Sequence, text: Blocks, taken: Spool) -> int:
         """Take out what the store lacks of states and windows; how many blocks that may be."""
         for i, key in enumerate(text.keys):
             if not self._store.has(key):
                 try:
-                    taken[i] = text.take(sequence, i)
+                    taken.add(i, text.take(sequence, i))
                 except NotSupported:
                     states = has_states(sequence.context.cache)
                     mark(self._store, text.wanted(i), "no checkpoint" if states else "window slid")
@@ -259,7 +255,7 @@ class PromptCache:
         return len(text.keys)
 
     def _taker(
-        self, sequence: Sequence, text: Blocks, taken: dict[int, bytes]
+        self, sequence: Sequence, text: Blocks, taken: Spool
     ) -> Callable[[int], bytes | None]:
         """What gives a block to be stored: the cache where it can at any time."""
         if is_plain(sequence.context.cache):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcellar.batch import Batch
 from kvcellar.cache.undoable import Undo
-from kvcellar.errors import OptionError
+from kvcellar.errors import BatchError, OptionError
 from kvcellar.runtime.editing import EditableText
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.loading import LoadOptions, load_into
@@ -193,9 +193,10 @@ class Sequence(EditableText):
     ) -> Sequence:
         """Add what a file holds behind what the sequence has; returns the sequence itself.
 
-        Arguments and errors are those of :meth:`Context.load`. Into a sequence that is not empty
-        it needs a cache without states and windows, and ``positions`` where the text would not
-        follow on by itself. K and V are what they were: they know nothing of what stands before.
+        Arguments and errors are those of :meth:`Context.load`; files of llama.cpp only that takes.
+        Into a sequence that is not empty it needs a cache without states and windows, and
+        ``positions`` where the text would not follow on by itself. K and V are what they were:
+        they know nothing of what stands before.
         """
         self._check_open()
         load_into(self, path, LoadOptions(start, stop, positions, convert))
@@ -261,6 +262,8 @@ class Sequence(EditableText):
         if isinstance(prompt, str):
             is_first = len(self) == 0
             return self.context.model.tokenizer.encode(prompt, add_special=is_first)
+        if not isinstance(prompt, Iterable):
+            raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
         return list(prompt)
 
     def _compute(self, waiting: Waiting) -> None:

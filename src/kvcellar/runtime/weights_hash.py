@@ -21,7 +21,8 @@ import numpy as np
 from kvcellar.backends.base import ModelFile
 
 SUFFIX = ".kvcellar.json"
-
+VERSION = 1
+"""Of what :func:`compute_hash` counts; another one makes what is kept void."""
 
 Stamp: TypeAlias = "Mapping[str, int] | None"
 """The size of a file and when it was changed; None: it cannot be told."""
@@ -52,7 +53,7 @@ def weights_hash(file: ModelFile[Any], stamp: Stamp) -> str:
             return known
     made = compute_hash(file)
     for place in places:
-        if _keep(place, {**stamp, "weights": made}):
+        if _keep(place, {"version": VERSION, **stamp, "weights": made}):
             break
     return made
 
@@ -88,7 +89,8 @@ def _places(path: Path) -> Iterator[Path]:
 def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
     try:
         kept = json.loads(place.read_text())
-        if all(kept[key] == value for key, value in stamp.items()):
+        known_as = {"version": VERSION, **stamp}
+        if all(kept[key] == value for key, value in known_as.items()):
             known = str(kept["weights"])
             return known if len(known) == 64 and set(known) <= set("0123456789abcdef") else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -18,6 +18,7 @@ Cause: TypeAlias = Literal[
     "window slid",
     "no checkpoint",
     "damaged",
+    "compressed",
     "no whole block",
 ]
 
@@ -46,6 +47,9 @@ class Absence:
             "window slid": f"the window at {where} had slid away when it was to be stored",
             "no checkpoint": f"no state was kept at {where} when it was to be stored",
             "no whole block": f"from {where} on there is no whole block with a token behind it",
+            "compressed": (
+                f"the block from {where} on is compressed: pip install 'kvcellar[zstd]' to read it"
+            ),
             "damaged": f"the block from {where} on was damaged and was dropped",
         }[self.cause]
 

@@ -192,7 +192,7 @@ def test_a_window_for_a_cache_that_keeps_everything() -> None:
     file = file_of(content_of(spec, 0, [6]), spec)
     full = replace(spec.groups[1], size=spec.groups[0].size)
     keeps_all = replace(spec, groups=(spec.groups[0], full))
-    assert mismatch(file, keeps_all) == ("swa_full", False, True)
+    assert mismatch(file, keeps_all) == ("window", "slid", "kept in full")
     short = file_of(content_of(spec, 0, [3]), spec)
     assert to_content(short, keeps_all, ARCH, N_VOCAB).content.n_seqs == 1
 

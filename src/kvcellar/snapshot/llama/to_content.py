@@ -70,7 +70,9 @@ def _groups(
     for number in dict(part.layers):
         layers = [i for i, (group, _) in enumerate(part.layers) if group == number]
         content = cells.content(layers, spec.groups[number], ids, len(texts))
-        yield number, in_window(content, texts, tokens, spec.groups[number], n_ctx)
+        can_slide = number > 0  # the first group keeps all tokens, whatever its window
+        own = spec.groups[number]
+        yield number, in_window(content, texts, tokens, own, n_ctx, can_slide=can_slide)
 
 
 def _refuse_unsaid(arch: str, spec: MemorySpec) -> None:

@@ -18,7 +18,13 @@ from kvcellar.types import CacheSpec, Int32Array
 
 
 def in_window(
-    group: CellContent, texts: tuple[Int32Array, ...], tokens: Tokens, spec: CacheSpec, n_ctx: int
+    group: CellContent,
+    texts: tuple[Int32Array, ...],
+    tokens: Tokens,
+    spec: CacheSpec,
+    n_ctx: int,
+    *,
+    can_slide: bool,
 ) -> CellContent:
     """The cells of a window, and of each sequence what has left it.
 
@@ -28,6 +34,7 @@ def in_window(
         tokens: their ids.
         spec: the shape of the layers' cache.
         n_ctx: how many cells a cache has that keeps everything.
+        can_slide: whether there are options with which the cache would not.
 
     Raises:
         SnapshotMismatch: the cache keeps more than the file has.
@@ -37,11 +44,13 @@ def in_window(
     if all(np.array_equal(mine, text) for mine, text in zip(held, texts, strict=True)):
         return group
     if spec.size == n_ctx:
-        hint = (
-            "of layers with a window the file has the last tokens only; let them slide: "
-            "swa_full=False, a larger n_ctx or a smaller n_seq_max"
+        remedy = (
+            "let them slide: swa_full=False, a larger n_ctx or a smaller n_seq_max"
+            if can_slide
+            else "of this model we keep all: compute the text again, and save it with Sequence.save"
         )
-        raise SnapshotMismatch("swa_full", False, True, hint)
+        hint = f"of layers with a window the file has the last tokens only; {remedy}"
+        raise SnapshotMismatch("window", "slid", "kept in full", hint)
     group = trimmed(group, spec.window)
     slid = []
     for seq, text in enumerate(texts):
