@@ -8,12 +8,19 @@ from enum import Enum
 from typing import Any, Literal
 
 OURS = "kvcellar"
-LLAMA_CPP = "llama.cpp"
-LLAMA_CPP_POOL = "llama.cpp, one pool"
+LLAMA_CPP = "llama.cpp (flash)"
+LLAMA_CPP_PLAIN = "llama.cpp (no flash)"
+LLAMA_CPP_POOL = "llama.cpp, one pool (flash)"
+LLAMA_CPP_POOL_PLAIN = "llama.cpp, one pool (no flash)"
 OPENVINO = "openvino"
 TRANSFORMERS = "transformers"
-SINGLE = (OURS, LLAMA_CPP, OPENVINO, TRANSFORMERS)
-BATCHED = (OURS, LLAMA_CPP, LLAMA_CPP_POOL)
+SINGLE = (OURS, LLAMA_CPP, LLAMA_CPP_PLAIN, OPENVINO, TRANSFORMERS)
+BATCHED = (OURS, LLAMA_CPP, LLAMA_CPP_PLAIN, LLAMA_CPP_POOL, LLAMA_CPP_POOL_PLAIN)
+
+
+def peer_of(engine: str) -> str:
+    """An engine's name without its setting: of several settings a peer is quoted by the best."""
+    return engine.partition(" (")[0]
 
 
 class Unit(Enum):

@@ -7,20 +7,39 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from _case import LLAMA_CPP, LLAMA_CPP_POOL, OPENVINO, OURS, TRANSFORMERS
+from _case import (
+    LLAMA_CPP,
+    LLAMA_CPP_PLAIN,
+    LLAMA_CPP_POOL,
+    LLAMA_CPP_POOL_PLAIN,
+    OPENVINO,
+    OURS,
+    TRANSFORMERS,
+    peer_of,
+)
 
 Finder = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine: its worker, the module that must be importable, the package to install."""
+    """An engine in one setting.
+
+    Attributes:
+        name: of both.
+        script: its worker.
+        modules: which must be importable.
+        package: to install.
+        unified: whether all sequences share one pool of cells.
+        flash: whether attention is computed without keeping its scores.
+    """
 
     name: str
     script: str
     modules: tuple[str, ...]
     package: str
     unified: bool = False
+    flash: bool = True
 
 
 def engines() -> tuple[Peer, ...]:
@@ -29,7 +48,9 @@ def engines() -> tuple[Peer, ...]:
     return (
         Peer(OURS, "_worker_kvcellar.py", ("kvcellar",), "kvcellar"),
         Peer(LLAMA_CPP, *llama),
+        Peer(LLAMA_CPP_PLAIN, *llama, flash=False),
         Peer(LLAMA_CPP_POOL, *llama, unified=True),
+        Peer(LLAMA_CPP_POOL_PLAIN, *llama, unified=True, flash=False),
         Peer(OPENVINO, "_worker_openvino.py", ("openvino_genai",), "openvino-genai"),
         Peer(
             TRANSFORMERS,
@@ -60,7 +81,7 @@ def locate(
         fitting = (p for p in candidates if all(finder(p, module) for module in peer.modules))
         python = next(fitting, None)
         if python is None:
-            missing[peer.name] = (
+            missing[peer_of(peer.name)] = (
                 f"not installed: pip install {peer.package}, "
                 "and name its interpreter with --peer-python"
             )

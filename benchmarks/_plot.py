@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from _case import OURS
+from _case import OURS, peer_of
 from _results import Results, Scenario, Spread
 from _table import number
 
-WIDTH, LABELS, MARGIN = 960, 430, 70
+WIDTH, LABELS, MARGIN = 960, 430, 90
 BAR, GAP, HEAD = 13, 7, 64
 CHART = 260
 COLORS = ("#2f6fb0", "#e08a1e", "#3a9a5b", "#9b59b6", "#c0392b")
@@ -22,7 +22,7 @@ Line = dict[str, list[tuple[int, float]]]
 
 def svg(results: Results) -> str:
     """The picture; it needs no font, script or style of its own."""
-    names = list(dict.fromkeys(name for s in results.scenarios for name in s.engines))
+    names = list(dict.fromkeys(name for s in results.scenarios for name in s.shown()))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     bars = list(_bars(results, colors))
     top = HEAD + bars_height(results) + 40
@@ -34,7 +34,8 @@ def svg(results: Results) -> str:
         _text(
             16,
             46,
-            "median ratios of rounds (lines: ranges), above 1 kvcellar is faster or smaller",
+            "median ratios of rounds (lines: ranges), above 1 kvcellar is faster or smaller; "
+            "of a peer's settings the better one",
             size=12,
         ),
         *_legend([n for n in names if n != OURS], colors),
@@ -55,7 +56,7 @@ def bars_height(results: Results) -> int:
 
 def _ratios(results: Results) -> Iterator[tuple[Scenario, dict[str, Spread]]]:
     for scenario in results.scenarios:
-        spreads = {name: scenario.ratio(name) for name in scenario.engines}
+        spreads = {name: scenario.ratio(name) for name in scenario.shown().values()}
         known = {name: spread for name, spread in spreads.items() if spread is not None}
         if known:
             yield scenario, known
@@ -83,12 +84,14 @@ def _bars(results: Results, colors: dict[str, str]) -> Iterator[str]:
     for scenario, known in _ratios(results):
         yield _text(LABELS - 12, y + len(known) * BAR / 2 + 4, scenario.label, anchor="end")
         for name, spread in known.items():
+            peer = peer_of(name)
             left, right = sorted((middle, x(spread.median)))
-            yield _rect(left, y + 1, right - left, BAR - 2, colors[name])
+            yield _rect(left, y + 1, right - left, BAR - 2, colors[peer])
             at = y + BAR / 2
             yield _line(x(spread.least), at, x(spread.largest), at, "#333333")
             end = max(right, x(spread.largest)) + 5
-            yield _text(end, y + BAR - 3, number(spread.median), size=10)
+            label = number(spread.median) + name.removeprefix(peer)
+            yield _text(end, y + BAR - 3, label, size=10)
             y += BAR
         y += GAP
     yield _line(middle, HEAD - 4, middle, bottom, "#000000", 1.5)
@@ -98,9 +101,10 @@ def _lines(results: Results) -> Line:
     found: Line = {}
     for scenario in results.scenarios:
         match = _DECODE.match(scenario.label)
-        for name, values in scenario.engines.items() if match else ():
+        for peer, name in scenario.shown().items() if match else ():
             assert match is not None
-            found.setdefault(name, []).append((int(match[1]), Spread.of(values).median))
+            point = int(match[1]), Spread.of(scenario.engines[name]).median
+            found.setdefault(peer, []).append(point)
     return {name: sorted(points) for name, points in found.items()}
 
 

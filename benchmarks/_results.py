@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _case import OURS, Unit
+from _case import OURS, Unit, peer_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,17 @@ class Scenario:
             return None
         better = self.unit.more_is_better
         return Spread.of([ours / theirs if better else theirs / ours for ours, theirs in pairs])
+
+    def shown(self) -> dict[str, str]:
+        """Each peer's engine with the best median: a peer is quoted by its best setting."""
+        best = max if self.unit.more_is_better else min
+        settings: dict[str, list[str]] = {}
+        for name in self.engines:
+            settings.setdefault(peer_of(name), []).append(name)
+        return {
+            peer: best(names, key=lambda name: median(self.engines[name]))
+            for peer, names in settings.items()
+        }
 
 
 @dataclass
@@ -76,8 +87,8 @@ class Results:
             self.notes.append(text)
 
     def save(self, path: Path) -> None:
-        """Write all of it as JSON."""
-        scenarios = [{**vars(s), "unit": s.unit.value} for s in self.scenarios]
+        """Write all of it as JSON, and which setting of each peer is shown."""
+        scenarios = [{**vars(s), "unit": s.unit.value, "shown": s.shown()} for s in self.scenarios]
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**vars(self), "scenarios": scenarios}, indent=1, ensure_ascii=False)
         path.write_text(text + "\n", "utf-8")
@@ -86,5 +97,8 @@ class Results:
     def load(cls, path: Path) -> Results:
         """Read what :meth:`save` wrote."""
         raw = json.loads(path.read_text("utf-8"))
-        scenarios = [Scenario(**{**s, "unit": Unit(s["unit"])}) for s in raw.pop("scenarios")]
+        scenarios = [
+            Scenario(s["group"], s["label"], Unit(s["unit"]), s["engines"])
+            for s in raw.pop("scenarios")
+        ]
         return cls(**raw, scenarios=scenarios)

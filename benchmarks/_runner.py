@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from _case import Case, Step
+from _case import Case, Step, peer_of
 from _peers import Peer
 from _protocol import EngineFailed, Measured, Unsupported, Worker
 from _results import Results
@@ -131,13 +131,14 @@ class Runner:
             "n_vocab": n_vocab,
             "n_threads": self._threads,
             "unified": peer.unified,
+            "flash": peer.flash,
         }
         try:
             worker = Worker(peer.script, settings, python)
         except EngineFailed as error:
             self._fail(name, case, "start", error)
             return None
-        self._results.versions[name] = worker.hello["version"]
+        self._results.versions[peer_of(name)] = worker.hello["version"]
         return worker
 
     def _keep(self, case: Case, step: Step, name: str, measured: Measured) -> None:

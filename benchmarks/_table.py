@@ -9,16 +9,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-Cells = tuple[str, str, str, str, str, str]
-HEADS: Cells = ("scenario", "engine", "median", "range", "ours against it", "range")
+Cells = tuple[str, str, str, str, str, str, str]
+HEADS: Cells = ("scenario", "engine", "n", "median", "range", "ours against it", "range")
+LEGEND = (
+    "Medians of rounds, engines in turns; ratios are of rounds, above 1 kvcellar is better.",
+    "n: rounds, after one that is not counted; long steps: half of --repeats or 1, none before.",
+    "llama.cpp: with and without flash attention where that matters; the better median is shown.",
+)
 
 
 def rows(results: Results) -> Iterator[Cells]:
-    """A row for each scenario and engine; the scenario is named in its first row only."""
+    """A row for each scenario and peer; the scenario is named in its first row only."""
     for scenario in results.scenarios:
         name = f"{scenario.label}, {scenario.unit.value}"
-        for engine, values in scenario.engines.items():
-            yield name, engine, *_figures(Spread.of(values)), *_ratio(scenario, engine)
+        for engine in scenario.shown().values():
+            values = scenario.engines[engine]
+            figures = _figures(Spread.of(values))
+            yield name, engine, str(len(values)), *figures, *_ratio(scenario, engine)
             name = ""
 
 
@@ -29,7 +36,7 @@ def about(results: Results) -> list[str]:
     return [
         machine,
         versions,
-        "Medians of rounds, engines in turns; ratios are of rounds, above 1 kvcellar is better.",
+        *LEGEND,
         *results.notes,
     ]
 
@@ -48,7 +55,7 @@ def show(results: Results, console: Console) -> None:
 
 def markdown(results: Results) -> str:
     """The same as Markdown."""
-    lines = [HEADS, ("---", "---", "---:", "---:", "---:", "---:"), *rows(results)]
+    lines = [HEADS, ("---", "---", *["---:"] * 5), *rows(results)]
     table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
     return "\n".join([*table, "", *(f"* {' '.join(line.split())}" for line in about(results)), ""])
 

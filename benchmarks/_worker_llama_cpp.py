@@ -44,7 +44,7 @@ class LlamaCpp(CellEngine):
         params.n_batch = params.n_ubatch = settings["n_ubatch"]
         params.n_threads = params.n_threads_batch = settings["n_threads"]
         params.type_k = params.type_v = TYPES[settings["type_kv"]]
-        params.flash_attn_type = 1
+        params.flash_attn_type = int(settings["flash"])
         params.kv_unified = settings["unified"]
         self.context = lib.llama_init_from_model(self.model, params)
         if not self.context:

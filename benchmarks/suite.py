@@ -30,6 +30,7 @@ from kvcellar.testing.tiny_llama import TinyLlama
 RESULTS = Path(__file__).resolve().parent / "results"
 INTERRUPTED = 130
 TINY_VOCAB = 48
+KEPT = {"json": ".json", "markdown": ".md", "plot": ".svg"}
 WIDTH = 140  # of the table in a file or a pipe
 
 
@@ -100,12 +101,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="an interpreter that has other engines; may be given several times",
     )
     parser.add_argument("--only", action="append", choices=list(makers()), help="these groups")
-    parser.add_argument("--repeats", type=int, help="measured rounds (default: 5)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        help="measured rounds, after one that is not counted (default: 5, with --quick 1); "
+        "long steps have half as many, or one, and none before: see n in the table",
+    )
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--json", type=Path, default=RESULTS / "latest.json")
-    parser.add_argument("--markdown", type=Path, default=RESULTS / "latest.md")
-    parser.add_argument("--plot", type=Path, default=RESULTS / "latest.svg")
+    for name, suffix in KEPT.items():
+        places = (
+            f"results/latest{suffix}, with --quick results/quick{suffix}, with --from beside that"
+        )
+        parser.add_argument(f"--{name}", type=Path, help=f"where to write it (default: {places})")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="JSON", help="show these figures, measure none"
     )
@@ -113,6 +121,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.repeats = (1 if args.quick else 5) if args.repeats is None else args.repeats
     if args.repeats < 1 or args.threads < 1:
         parser.error("--repeats and --threads must be at least 1")
+    kept = args.source or RESULTS / ("quick.json" if args.quick else "latest.json")
+    for name, suffix in KEPT.items():
+        if getattr(args, name) is None:
+            setattr(args, name, kept.with_suffix(suffix))
     return args
 
 

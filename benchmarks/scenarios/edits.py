@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from _case import BATCHED, Case, Sizes, Step, Unit, settings
+from _case import BATCHED, LLAMA_CPP, LLAMA_CPP_PLAIN, OURS, Case, Sizes, Step, Unit, settings
 
 KEEP = 4
+SHIFTING = (OURS, LLAMA_CPP, LLAMA_CPP_PLAIN)
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -37,4 +38,4 @@ def _shift(sizes: Sizes) -> Case:
             before=(("extend", {"n": n}),),
         ),
     )
-    return Case("edits", BATCHED[:2], settings(n + 8), steps)
+    return Case("edits", SHIFTING, settings(n + 8), steps)

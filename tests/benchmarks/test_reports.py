@@ -29,16 +29,44 @@ def results() -> Results:
     return made
 
 
+@pytest.fixture
+def settings() -> Results:
+    made = Results()
+    for n, *figures in ((512, 100.0, 80.0, 64.0, 70.0), (4096, 60.0, 30.0, 40.0, 50.0)):
+        names = ("kvcellar", "llama.cpp (flash)", "llama.cpp (no flash)", "openvino")
+        for engine, value in zip(names, figures, strict=True):
+            made.add("lengths", f"decode at {n}", Unit.RATE, engine, value)
+    return made
+
+
 def texts(picture: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(picture).iter(f"{SVG}text")]
 
 
 def test_a_row_for_each_scenario_and_engine(results: Results) -> None:
     assert list(rows(results))[:2] == [
-        ("decode at 512, tokens/s", "kvcellar", "130", "130 to 130", "", ""),
-        ("", "llama.cpp", "100", "100 to 100", "1.30", "1.30 to 1.30"),
+        ("decode at 512, tokens/s", "kvcellar", "1", "130", "130 to 130", "", ""),
+        ("", "llama.cpp", "1", "100", "100 to 100", "1.30", "1.30 to 1.30"),
     ]
-    assert list(rows(results))[-1][:3] == ("alone, ms", "kvcellar", "0.012")
+    assert list(rows(results))[-1][:4] == ("alone, ms", "kvcellar", "1", "0.012")
+
+
+def test_a_row_says_how_many_rounds_it_has(results: Results) -> None:
+    for value in (1.0, 2.0):
+        results.add("edits", "alone", Unit.MS, "kvcellar", value)
+    assert [row[2] for row in rows(results)] == ["1"] * 6 + ["3"]
+    assert any(line.startswith("n: rounds") for line in about(results))
+
+
+def test_a_peer_has_one_row_and_it_names_the_better_setting(settings: Results) -> None:
+    assert [row[1:4] + row[5:6] for row in rows(settings)] == [
+        ("kvcellar", "1", "100", ""),
+        ("llama.cpp (flash)", "1", "80.0", "1.25"),
+        ("openvino", "1", "70.0", "1.43"),
+        ("kvcellar", "1", "60.0", ""),
+        ("llama.cpp (no flash)", "1", "40.0", "1.50"),
+        ("openvino", "1", "50.0", "1.20"),
+    ]
 
 
 def test_the_table_holds_every_figure_and_note(results: Results) -> None:
@@ -48,12 +76,12 @@ def test_the_table_holds_every_figure_and_note(results: Results) -> None:
         assert text in out.getvalue()
 
 
-def test_markdown_is_a_table_of_six_columns(results: Results) -> None:
+def test_markdown_is_a_table_of_seven_columns(results: Results) -> None:
     lines = markdown(results).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 7
     for line in table:
-        assert line.replace("\\|", "").count("|") == 7
+        assert line.replace("\\|", "").count("|") == 8
     assert "* skipped x" in lines
 
 
@@ -99,6 +127,20 @@ def test_decode_over_length_is_a_line_an_engine(results: Results) -> None:
         points = [tuple(map(float, p.split(","))) for p in line.get("points", "").split()]
         assert len(points) == 2
         assert points[0][0] < points[1][0]
+
+
+def test_the_plot_draws_each_peer_once_by_its_better_setting(settings: Results) -> None:
+    picture = svg(settings)
+    found = texts(picture)
+    assert {"1.25 (flash)", "1.50 (no flash)", "1.43", "1.20"} <= set(found)
+    assert not {"2.00 (flash)", "1.56 (no flash)", "llama.cpp (flash)"} & set(found)
+    root = ElementTree.fromstring(picture)
+    drawn = [line.get("points", "").split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in drawn] == [2, 2, 2]
+    heights = [float(point.split(",")[1]) for point in drawn[1]]
+    bottom, top = (float(drawn[0][i].split(",")[1]) for i in (1, 0))
+    per_rate = (bottom - top) / (100 - 60)
+    assert heights == pytest.approx([top + 20 * per_rate, top + 60 * per_rate], abs=0.2)
 
 
 def test_an_empty_result_is_still_a_picture_and_a_table() -> None:

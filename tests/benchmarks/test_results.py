@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from _case import Unit
+from _case import BATCHED, LLAMA_CPP, LLAMA_CPP_PLAIN, Unit
 from _results import Results, Scenario, Spread
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +61,39 @@ def test_ours_has_no_ratio() -> None:
     assert Scenario("g", "x", Unit.MS, {"kvcellar": [1.0]}).ratio("kvcellar") is None
 
 
+@pytest.mark.parametrize(
+    ("unit", "better"), [(Unit.RATE, "peer (b)"), (Unit.MS, "peer (a)"), (Unit.MIB, "peer (a)")]
+)
+def test_a_peer_is_quoted_by_the_setting_with_the_better_median(unit: Unit, better: str) -> None:
+    engines = {"kvcellar": [9.0], "peer (a)": [1.0, 2.0, 9.0], "peer (b)": [3.0, 3.0, 0.5]}
+    assert Scenario("g", "x", unit, engines).shown() == {"kvcellar": "kvcellar", "peer": better}
+
+
+def test_of_equal_settings_the_first_is_quoted() -> None:
+    for unit in (Unit.RATE, Unit.MS):
+        engines = {"peer (b)": [1.0], "peer (a)": [1.0]}
+        assert Scenario("g", "x", unit, engines).shown() == {"peer": "peer (b)"}
+
+
+def test_pools_are_quoted_beside_each_other() -> None:
+    engines = {name: [float(i)] for i, name in enumerate(BATCHED, 1)}
+    assert list(Scenario("g", "x", Unit.RATE, engines).shown().values()) == [
+        "kvcellar",
+        "llama.cpp (no flash)",
+        "llama.cpp, one pool (no flash)",
+    ]
+
+
+@given(st.lists(FIGURES, min_size=1, max_size=4), st.sampled_from([Unit.RATE, Unit.MS]))
+def test_no_setting_is_better_than_the_one_that_is_shown(
+    figures: list[list[float]], unit: Unit
+) -> None:
+    made = Scenario("g", "x", unit, {f"peer ({i})": values for i, values in enumerate(figures)})
+    shown = Spread.of(made.engines[made.shown()["peer"]]).median
+    medians = [Spread.of(values).median for values in figures]
+    assert shown == (max(medians) if unit.more_is_better else min(medians))
+
+
 @given(FIGURES)
 def test_a_spread_holds_its_median(values: list[float]) -> None:
     spread = Spread.of(values)
@@ -98,7 +131,19 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "kept.json"
     results.save(path)
     assert Results.load(path) == results
-    assert json.loads(path.read_text("utf-8"))["scenarios"][0]["unit"] == "µs"
+    (kept,) = json.loads(path.read_text("utf-8"))["scenarios"]
+    assert kept["unit"] == "µs"
+
+
+def test_all_settings_are_saved_and_which_one_is_shown(tmp_path: Path) -> None:
+    results = Results()
+    for engine, value in (("kvcellar", 9.0), (LLAMA_CPP, 4.0), (LLAMA_CPP_PLAIN, 5.0)):
+        results.add("g", "decode at 4096", Unit.RATE, engine, value)
+    results.save(tmp_path / "kept.json")
+    (kept,) = json.loads((tmp_path / "kept.json").read_text("utf-8"))["scenarios"]
+    assert kept["engines"] == {"kvcellar": [9.0], LLAMA_CPP: [4.0], LLAMA_CPP_PLAIN: [5.0]}
+    assert kept["shown"] == {"kvcellar": "kvcellar", "llama.cpp": LLAMA_CPP_PLAIN}
+    assert Results.load(tmp_path / "kept.json") == results
 
 
 def test_a_note_is_made_once() -> None:

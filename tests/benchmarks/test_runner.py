@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from _case import LLAMA_CPP, OPENVINO, OURS, Case, Step, Unit
+from _case import BATCHED, LLAMA_CPP, OPENVINO, OURS, Case, Step, Unit
 from _peers import Peer, engines, has_module, locate
 from _protocol import Worker
 from _results import Results
@@ -39,7 +39,7 @@ def test_every_engine_that_is_there_is_asked_as_often_as_wanted() -> None:
     results = run(case(DECODE, seconds=2.0), OURS, LLAMA_CPP, repeats=3)
     (scenario,) = results.scenarios
     assert scenario.engines == {OURS: [2.0] * 3, LLAMA_CPP: [2.0] * 3}
-    assert results.versions == {OURS: "1.0", LLAMA_CPP: "1.0"}
+    assert results.versions == {OURS: "1.0", "llama.cpp": "1.0"}
     assert results.notes == []
 
 
@@ -97,7 +97,7 @@ def test_one_that_does_not_start_leaves_the_others_alone() -> None:
     runner.run(case(DECODE))
     assert list(results.scenarios[0].engines) == [OURS]
     (note,) = results.notes
-    assert note.startswith("llama.cpp failed at group, start: the engine ended with status")
+    assert note.startswith("llama.cpp (flash) failed at group, start: the engine ended with status")
     assert "there_is_no_such_file.py" in note
 
 
@@ -159,12 +159,41 @@ def test_an_engine_is_looked_for_in_every_interpreter() -> None:
     found, missing = locate(["here", "there", "nowhere"], finder)
     assert {name: python for name, (_, python) in found.items()} == {
         "kvcellar": "here",
-        "llama.cpp": "there",
-        "llama.cpp, one pool": "there",
+        "llama.cpp (flash)": "there",
+        "llama.cpp (no flash)": "there",
+        "llama.cpp, one pool (flash)": "there",
+        "llama.cpp, one pool (no flash)": "there",
     }
     assert list(missing) == ["openvino", "transformers"]
     assert "pip install openvino-genai" in missing["openvino"]
     assert "--peer-python" in missing["transformers"]
+
+
+def test_one_that_is_missing_is_named_once_not_in_every_setting() -> None:
+    _, missing = locate(["nowhere"], lambda *_: False)
+    assert list(missing) == [
+        "kvcellar",
+        "llama.cpp",
+        "llama.cpp, one pool",
+        "openvino",
+        "transformers",
+    ]
+
+
+def test_every_setting_reaches_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, object]] = []
+
+    def start(script: str, settings: dict[str, object], python: str) -> Worker:
+        assert script == "_worker_llama_cpp.py"
+        given.append((settings["unified"], settings["flash"]))
+        return Worker(FAKE, settings, python)
+
+    monkeypatch.setattr("_runner.Worker", start)
+    installed = {peer.name: (peer, sys.executable) for peer in engines()}
+    models = {"demo": (Path("model.gguf"), 100)}
+    runner = Runner(installed, models, Results(), repeats=1, threads=1, progress=lambda _: None)
+    runner.run(Case("group", BATCHED[1:], {}, (DECODE,)))
+    assert given == [(False, True), (False, False), (True, True), (True, False)]
 
 
 def test_ours_comes_first_and_every_worker_exists() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import suite
-from _case import OURS, Case, Sizes
+from _case import (
+    LLAMA_CPP,
+    LLAMA_CPP_PLAIN,
+    LLAMA_CPP_POOL,
+    LLAMA_CPP_POOL_PLAIN,
+    OURS,
+    Case,
+    Sizes,
+)
 from _machine import cpu_model, describe
 from _peers import Peer, engines
 from _results import Results
@@ -79,6 +87,56 @@ def test_the_command_line_has_sensible_defaults() -> None:
     assert args.threads >= 1
     assert suite.parse(["--quick"]).repeats == 1
     assert suite.parse(["--quick", "--repeats", "3"]).repeats == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "latest"),
+        (["--quick"], "quick"),
+        (["--quick", "--repeats", "3"], "quick"),
+    ],
+)
+def test_a_quick_run_leaves_the_kept_figures_alone(argv: list[str], expected: str) -> None:
+    args = suite.parse(argv)
+    kept = suite.RESULTS / expected
+    assert [args.json, args.markdown, args.plot] == [
+        kept.with_suffix(suffix) for suffix in (".json", ".md", ".svg")
+    ]
+
+
+def test_figures_that_were_kept_are_shown_beside_their_file(tmp_path: Path) -> None:
+    args = suite.parse(["--from", str(tmp_path / "old.json"), "--plot", str(tmp_path / "a.svg")])
+    assert (args.markdown, args.plot) == (tmp_path / "old.md", tmp_path / "a.svg")
+
+
+def test_the_help_says_how_many_rounds_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        suite.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "long steps have half as many, or one" in text
+    assert "with --quick results/quick.json" in text
+
+
+def test_llama_cpp_runs_both_ways_where_attention_is_long() -> None:
+    both: set[str] = set()
+    for case in all_cases(Sizes()):
+        has = [name in case.engines for name in (LLAMA_CPP_PLAIN, LLAMA_CPP_POOL_PLAIN)]
+        pools = [name in case.engines for name in (LLAMA_CPP, LLAMA_CPP_POOL)]
+        if any(has):
+            assert has == pools
+            assert case.settings["type_kv"] == "f16"  # quantised V needs flash attention
+            both |= {step.label for step in case.steps}
+    labels = " / ".join(both)
+    for text in (
+        *(f"decode at {n}" for n in (512, 2048, 4096, 8000)),
+        *(f"prefill of {n}" for n in (512, 4096)),
+        "decode, 8 sequences of 1024",
+        "decode, 8 sequences of 64 behind a shared 1024",
+    ):
+        assert text in labels
+    assert "verbs" not in labels
+    assert "start-up" not in labels
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--threads", "0"], ["--only", "nothing"]])

@@ -64,6 +64,18 @@ def test_one_token_has_no_table_of_decoding(invoke: Invoke, talker: Path) -> Non
     assert "1 of 1 graphs computed node by node" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("n", "said"), [(4, "which is in the figures"), (9, "µs a node, taken off")]
+)
+def test_it_says_whether_there_were_enough_graphs(
+    invoke: Invoke, talker: Path, n: int, said: str
+) -> None:
+    result = invoke("run", talker, "hello", "-n", str(n), "-t", "0", "--profile")
+    note = result.stderr.splitlines()[-1]
+    assert said in note
+    assert f"{n // 2} of {n - 1} graphs computed node by node; " in note
+
+
 def test_it_comes_after_an_error_too(invoke: Invoke, talker: Path) -> None:
     result = invoke("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "16", "--profile")
     assert result.exit_code == 1

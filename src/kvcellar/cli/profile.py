@@ -44,6 +44,6 @@ def _table(name: str, times: StepTimes) -> Table:
 def _how_measured(times: StepTimes) -> str:
     n_graphs = times.n_split + times.n_whole
     split = f"{times.n_split} of {n_graphs} graphs computed node by node; "
-    if not times.compared.n_nodes:
-        return split + "what that costs is in the figures"
+    if times.compared is None:
+        return split + "too few to tell what that costs, which is in the figures"
     return split + f"that costs {times.node_cost * 1e6:.1f} µs a node, taken off"

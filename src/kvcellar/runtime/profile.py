@@ -9,7 +9,8 @@ Invariants:
 
 Every second time a graph is computed whole (see ``ProfiledExecutor``). That says what a node costs
 more when it is computed alone, which is taken off, and how long the graph really takes, to which
-the nodes are scaled.
+the nodes are scaled. Of the first such pair the one part was cold and the other warm; it is left
+out, and where few remain nothing is taken off or scaled.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOTHING = OpTime(0, 0.0)
+FEWEST_PAIRS = 3  # that say what a node costs more alone
 
 
 class Row(NamedTuple):
@@ -35,6 +37,14 @@ class Row(NamedTuple):
     name: str
     n_nodes: float  # a graph, on average
     seconds: float
+
+
+class Pair(NamedTuple):
+    """A graph computed node by node, and at once again as a whole."""
+
+    n_nodes: int
+    split: float  # seconds of the nodes together
+    whole: float
 
 
 @dataclass(slots=True)
@@ -49,7 +59,7 @@ class StepTimes:
         n_split: how many those were.
         whole_seconds: of the graphs that were computed whole.
         n_whole: how many those were.
-        compared: of the same graphs just before, node by node.
+        pairs: each of those beside the same graph just before, node by node.
     """
 
     n_steps: int = 0
@@ -59,20 +69,28 @@ class StepTimes:
     n_split: int = 0
     whole_seconds: float = 0.0
     n_whole: int = 0
-    compared: OpTime = field(default_factory=lambda: NOTHING)
+    pairs: list[Pair] = field(default_factory=list)
+
+    @property
+    def compared(self) -> Pair | None:
+        """Sum of all pairs but the first; None if those are too few to tell anything."""
+        warm = self.pairs[1:]
+        if len(warm) < FEWEST_PAIRS:
+            return None
+        return Pair(*(sum(figures) for figures in zip(*warm, strict=True)))
 
     @property
     def node_cost(self) -> float:
-        """Seconds that a node costs more when it is computed alone."""
-        n_nodes, seconds = self.compared
-        return max(seconds - self.whole_seconds, 0.0) / n_nodes if n_nodes else 0.0
+        """Seconds that a node costs more when it is computed alone; 0 if that is not known."""
+        pair = self.compared
+        return max(pair.split - pair.whole, 0.0) / pair.n_nodes if pair else 0.0
 
     @property
     def graph_seconds(self) -> float:
-        """What the graphs would have taken, had all been computed whole."""
+        """What the graphs would have taken, had all been computed whole, as far as is known."""
         split = sum(op.seconds for op in self.ops.values())
-        scale = self.whole_seconds / self.compared.seconds if self.compared.seconds else 1.0
-        return self.whole_seconds + split * scale
+        pair = self.compared
+        return self.whole_seconds + split * (pair.whole / pair.split if pair else 1.0)
 
     @property
     def seconds(self) -> float:
@@ -93,9 +111,10 @@ class StepTimes:
         """Count one graph; ``before`` is the one computed last."""
         if not times.ops:
             self.n_whole += 1
-            self.whole_seconds += times.end - times.begin
-            if before is not None:
-                self.compared = _sum(self.compared, *before.ops.values())
+            whole = times.end - times.begin
+            self.whole_seconds += whole
+            if before is not None and before.ops:
+                self.pairs.append(Pair(*_sum(*before.ops.values()), whole))
             return
         self.n_split += 1
         for kind, op in times.ops.items():
