@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvcellar.cli import opened
+from kvcellar.cli.console import human_bytes
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Wanted, mark
 from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.snapshot.stores.disk.files import Name
+from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.snapshot.stores.redis import RedisStore
 from tests.cli.helpers import Invoke
 from tests.snapshot.stores.conftest import running_redis
@@ -354,6 +357,23 @@ def test_a_text_goes_to_another_store(
     result = invoke("cache", "import", tmp_path / "third", out)
     assert result.exit_code == 1
     assert "text.zip" in result.stderr
+
+
+def test_what_does_not_fit_is_told(
+    invoke: Invoke,
+    filled: Path,
+    tmp_path: Path,
+    entries: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder that others keep within a budget, or a server that evicts."""
+    out, size = tmp_path / "text.zip", int(entries[0]["n_bytes"])
+    invoke("cache", "export", filled, entries[4]["key"], out)
+    store = MemoryStore(3 * size)
+    monkeypatch.setattr(opened, "open_or_make", lambda _: store)
+    done = invoke("cache", "import", tmp_path / "other", out)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == f"{out}: 3 blocks, {human_bytes(3 * size)}; 1 did not fit\n"
 
 
 def test_a_text_without_its_start_is_not_exported(

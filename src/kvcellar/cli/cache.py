@@ -172,7 +172,8 @@ def import_(where: Where, files: Files) -> None:
         for path in files:
             done = import_blocks(store, path)
             held = f"; {done.n_held} were there" if done.n_held else ""
-            print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}")
+            lost = f"; {done.n_lost} did not fit" if done.n_lost else ""
+            print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}{lost}")
 
 
 def _shown(where: str) -> str:
