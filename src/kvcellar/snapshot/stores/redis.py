@@ -13,11 +13,10 @@ import xxhash
 
 from kvcellar.errors import ClosedError, OptionError, StoreError
 from kvcellar.snapshot.stores import redis_scripts
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
+from kvcellar.snapshot.stores.base import WRITING_S, Absence, Buffer, Entry, Field, Note
 from kvcellar.snapshot.stores.contents import check_key, decode_note, encode_note, flat, keys_in
 from kvcellar.snapshot.stores.redis_client import RedisClient
 
-_WRITING_S = 600
 _TRACE_S = 30 * 24 * 3600
 _MAX_PIECE = 512 << 20
 _BATCH = 500
@@ -160,7 +159,7 @@ class RedisStore:
         """Write all pieces; what a head says of them."""
         digest, n_bytes = xxhash.xxh3_128(), 0
         for name, chunk in zip(names.all(), _chunks(pieces, self._piece_bytes), strict=True):
-            self._client.call("SET", name, chunk, "EX", _WRITING_S)
+            self._client.call("SET", name, chunk, "EX", WRITING_S)
             digest.update(chunk)
             n_bytes += len(chunk)
         return names.generation, names.n_pieces, n_bytes, digest.hexdigest()
