@@ -148,6 +148,28 @@ def test_a_mark_in_place_of_a_block(invoke: Invoke, filled: Path) -> None:
     assert invoke("cache", "verify", filled).exit_code == 0
 
 
+def test_a_block_that_came_after_its_mark(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    """Its key, as it is listed, names the block; the mark has a name of its own."""
+    key = entries[2]["key"]
+    store = DiskStore(filled)
+    mark(store, Wanted(key, entries[1]["key"], 16, RIGHT, "text", "model"), "window slid")
+    store.close()
+    assert f" {key[:8]} " in f" {invoke('cache', 'list', filled).stdout} ".replace("\n", " ")
+    for prefix in (key[:8], key):
+        found = json.loads(invoke("cache", "inspect", filled, prefix, "--json").stdout)
+        assert (found["key"], found["absent"]) == (key, None)
+        done = invoke("cache", "export", filled, prefix, tmp_path / "out")
+        assert done.stdout.startswith("3 blocks, 24 tokens"), done.stderr
+    told = json.loads(invoke("cache", "inspect", filled, f"{key}.absent", "--json").stdout)
+    assert told["absent"] == "window slid"
+    store = DiskStore(filled)
+    store.delete(key)
+    store.close()
+    assert "had slid away" in invoke("cache", "inspect", filled, key[:8]).stdout
+
+
 def test_a_saved_file(invoke: Invoke, filled_once: Path) -> None:
     path = filled_once / "chat.kv"
     result = invoke("cache", "inspect", path)
