@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import redis
 
 from kvcellar.errors import OptionError, StoreError
 from kvcellar.snapshot.stores.base import Note
@@ -295,6 +296,28 @@ def test_a_writer_that_dies_is_never_seen(open_store: Open, server: RedisClient,
     assert all(0 < server.call("TTL", name) <= 600 for name in names(server))
     assert other.put("a", [VALUE])
     assert content(other, ["a"]) == [VALUE]
+
+
+def test_a_put_whose_answer_is_lost(
+    open_store: Open, server: RedisClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent again, and meets itself."""
+    store, read, lost = open_store(), redis.Connection.read_response, list[Any]()
+
+    def lose_once(self: Any, *args: Any, **options: Any) -> Any:
+        answer = read(self, *args, **options)
+        if answer == b"entered" and not lost:
+            lost.append(answer)
+            self.disconnect()
+            raise redis.ConnectionError
+        return answer
+
+    monkeypatch.setattr(redis.Connection, "read_response", lose_once)
+    assert store.put("a", [VALUE])
+    assert lost == [b"entered"]
+    assert store.has("a")
+    assert content(store, ["a"]) == [VALUE]
+    assert len(names(server, "piece:")) == 4
 
 
 def test_prefixes_keep_stores_apart(open_store: Open) -> None:
