@@ -387,6 +387,63 @@ def test_bad_arguments_are_refused(redis_url: str) -> None:
         refusal(OptionError, lambda u=url: RedisStore(u))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "decode_responses=True",
+        "decode_responses=False",
+        "encoding=utf-16",
+        "encoding_errors=ignore",
+        "protocol=3",
+        "retry=3",
+        "parser_class=x",
+        "foo=bar",
+        "ssl_cert_reqs=none",
+    ],
+)
+def test_options_that_change_what_is_read_are_refused(redis_url: str, option: str) -> None:
+    name = option.partition("=")[0]
+    message = refusal(OptionError, lambda: RedisStore(f"{redis_url}?db=0&{option}"))
+    assert message.startswith(f"option '{name}' in the URL of the store at {redis_url}: leave it")
+    assert "socket_timeout" in message
+
+
+def test_options_that_are_possible(open_store: Open, redis_url: str) -> None:
+    options = (
+        "db=0&socket_timeout=9&socket_connect_timeout=2&socket_keepalive=yes&client_name=me"
+        "&health_check_interval=30&max_connections=4&retry_on_timeout=True"
+    )
+    store = open_store(f"{redis_url}?{options}")
+    store.put("a", [VALUE])
+    assert content(store, ["a"]) == [VALUE]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:1/0?max_connections=-1",
+        "redis://127.0.0.1:1/0?db=x",
+        "redis://127.0..1:1/0",  # these two are seen when it connects
+        "unix:///absent?socket_keepalive=yes",
+    ],
+)
+def test_urls_that_no_server_can_have(url: str) -> None:
+    message = refusal(OptionError, lambda: RedisStore(url))
+    assert f"the URL of the store at {url.partition('?')[0]} cannot be used: " in message
+
+
+def test_what_may_be_a_password_is_no_name_of_an_option() -> None:
+    message = refusal(OptionError, lambda: RedisStore("redis://:hu?sh=x@127.0.0.1:1/0"))
+    assert "'" not in message
+    assert message.startswith("an option in the URL of the store at redis://...: ")
+
+
+def test_tls_has_options_of_its_own() -> None:
+    url = "rediss://127.0.0.1:1/0?ssl_cert_reqs=none&ssl_check_hostname=no&ssl_ca_certs=x"
+    assert "rediss://127.0.0.1:1/0" in refusal(StoreError, lambda: RedisStore(url))
+    assert "ssl_cert_reqs" in refusal(OptionError, lambda: RedisStore(f"{url}&encoding=x"))
+
+
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     message = refusal(StoreError, lambda: RedisStore("redis://localhost"))
