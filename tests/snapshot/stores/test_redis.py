@@ -13,6 +13,7 @@ import redis
 
 from kvcellar.errors import OptionError, StoreError
 from kvcellar.snapshot.stores.base import Note
+from kvcellar.snapshot.stores.contents import MAX_AGE_S
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.snapshot.stores.redis_client import RedisClient, without_secrets
 from kvcellar.testing.store_use import content, found, order, refusal, value_of
@@ -380,8 +381,18 @@ def test_a_server_that_goes_away() -> None:
     store.close()
 
 
+def test_the_longest_time_that_can_be(open_store: Open, server: RedisClient) -> None:
+    store = open_store(ttl_s=MAX_AGE_S)
+    store.put("a", [VALUE], NOTE)
+    store.touch("a")
+    assert content(store, ["a"]) == [VALUE]
+    assert server.call("TTL", "kvcellar:head:a") > MAX_AGE_S - 100
+
+
 def test_bad_arguments_are_refused(redis_url: str) -> None:
-    assert "ttl_s 0" in refusal(OptionError, lambda: RedisStore(redis_url, ttl_s=0))
+    for ttl in (0, 0.0001, -1, MAX_AGE_S + 1, 1e300, float("inf"), float("nan")):
+        message = refusal(OptionError, lambda t=ttl: RedisStore(redis_url, ttl_s=t))  # type: ignore[misc]
+        assert message == f"ttl_s {ttl}: give seconds, from 0.001 to 3153600000, or None"
     assert "piece_bytes 0" in refusal(OptionError, lambda: RedisStore(redis_url, piece_bytes=0))
     for url in ("http://x", "redis://[", "redis://host:port"):
         refusal(OptionError, lambda u=url: RedisStore(u))  # type: ignore[misc]
