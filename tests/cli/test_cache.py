@@ -92,11 +92,16 @@ def test_no_store_is_made_of_a_name_that_is_mistyped(
     assert [path.name for path in tmp_path.rglob("*")] == ["other"]
 
 
-def test_a_password_is_never_printed(invoke: Invoke) -> None:
+def test_a_password_is_never_printed(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "text.zip"
+    assert invoke("cache", "export", filled, entries[4]["key"], out).exit_code == 0
     for url in ("redis://me:secret@127.0.0.1:1/0", "redis:/me:secret@x", "redis://:se/secret@x"):
         for args in (["list"], ["verify"], ["gc"], ["inspect"], ["import"]):
-            result = invoke("cache", *args, url, *(["x"] if args == ["import"] else []))
+            result = invoke("cache", *args, url, *([out] if args == ["import"] else []))
             assert result.exit_code == 1
+            assert "text.zip" not in result.stderr
             assert "secret" not in result.output
     assert "name a folder or a URL" in invoke("cache", "list", "memory:").stderr
 

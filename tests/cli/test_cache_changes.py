@@ -150,10 +150,27 @@ def test_a_text_goes_to_another_store(
     keep = {entry["key"]: entry["tokens"] for entry in listed(invoke, other)["entries"]}
     assert keep == {entries[i]["key"]: entries[i]["tokens"] for i in (0, 1, 3, 4)}
     assert invoke("cache", "verify", other).exit_code == 0
-    out.write_bytes(out.read_bytes()[:-1])
-    result = invoke("cache", "import", tmp_path / "third", out)
-    assert result.exit_code == 1
-    assert "text.zip" in result.stderr
+
+
+def test_no_store_is_made_for_a_file_that_is_none(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    """Nor does anything of the sound files beside it go in."""
+    whole, other, held = tmp_path / "whole.zip", tmp_path / "other", tmp_path / "held"
+    invoke("cache", "export", filled, entries[4]["key"], whole)
+    DiskStore(held).close()
+    damaged = bytearray(whole.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    for content in (b"no export", whole.read_bytes()[:-1], bytes(damaged)):
+        bad = tmp_path / "bad.zip"
+        bad.write_bytes(content)
+        for where, files in ((other, [bad]), (other, [whole, bad]), (held, [whole, bad])):
+            result = invoke("cache", "import", where, *files)
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert "bad.zip" in result.stderr
+    assert "absent.zip" in invoke("cache", "import", other, tmp_path / "absent.zip").stderr
+    assert not other.exists()
+    assert listed(invoke, held)["entries"] == []
 
 
 def test_what_does_not_fit_is_told(

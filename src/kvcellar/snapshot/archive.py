@@ -86,6 +86,17 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
     return path.stat().st_size
 
 
+def check_export(path: Path) -> None:
+    """See that a file can be imported, all of it, before there is a store to put it into.
+
+    Raises:
+        SnapshotFileError: the file is damaged, or none of ours.
+        LibraryError: values are compressed by a library that is not installed.
+    """
+    with _opened(path) as archive:
+        _checked(archive, path)
+
+
 def import_blocks(store: Store, path: Path) -> Imported:
     """Put the blocks of a file into a store, under their keys and with their notes.
 
@@ -97,13 +108,7 @@ def import_blocks(store: Store, path: Path) -> Imported:
         StoreError: a block does not go in; names it, and how many did.
     """
     with _opened(path) as archive:
-        items = _items(archive, path.stat().st_size)
-        for i, item in enumerate(items):
-            value = _value(archive, i, item)
-            try:
-                check_block(item.key, item.note, value)
-            except SnapshotError as error:
-                raise SnapshotFileError(f"block {item.key}: {error}") from error
+        items = _checked(archive, path)
         came: list[_Item] = []
         for i, item in reversed(list(enumerate(items))):
             if not store.touch(item.key):
@@ -178,6 +183,18 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         raise SnapshotFileError(
             f"{path} is no export of a prompt cache, or damaged: {error!s:.200}"
         ) from error
+
+
+def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
+    """What the index lists, after every value was read."""
+    items = _items(archive, path.stat().st_size)
+    for i, item in enumerate(items):
+        value = _value(archive, i, item)
+        try:
+            check_block(item.key, item.note, value)
+        except SnapshotError as error:
+            raise SnapshotFileError(f"block {item.key}: {error}") from error
+    return items
 
 
 def _items(archive: zipfile.ZipFile, n_file_bytes: int) -> list[_Item]:
