@@ -1,8 +1,9 @@
-"""A tiny model that can talk, the demo model, and ways to run the command."""
+"""A tiny model that can talk, the demo model, a small store, and ways to run the command."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from typer.testing import CliRunner, Result
 from kvcellar.cli.main import app
 from kvcellar.errors import ModelFileError
 from kvcellar.runtime.demo import find_model
+from kvcellar.runtime.model import Model
+from kvcellar.runtime.prompt_cache import PromptCache
+from kvcellar.snapshot.stores.disk import DiskStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
-from tests.cli.helpers import Invoke, Start
+from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, Start, listed
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -104,3 +108,31 @@ def start() -> Iterator[Start]:
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+@pytest.fixture(scope="session")
+def filled_once(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of two texts, of which the second was used last; and a snapshot beside it."""
+    folder = tmp_path_factory.mktemp("filled")
+    with Model.from_gguf(talker, n_threads=1) as model, model.context(n_ctx=64) as context:
+        store = DiskStore(folder / "store")
+        prompts = PromptCache(store, block_size=8)
+        for text in (TRUNK + LEFT, TRUNK + RIGHT):
+            with context.sequence() as sequence:
+                prompts.append(sequence, text)
+                sequence.save(folder / "chat.kv")
+        store.close()
+    return folder
+
+
+@pytest.fixture
+def filled(filled_once: Path, tmp_path: Path) -> Path:
+    """A store that may be changed."""
+    return shutil.copytree(filled_once / "store", tmp_path / "store")
+
+
+@pytest.fixture
+def entries(invoke: Invoke, filled: Path) -> list[dict[str, Any]]:
+    """What is listed of it, in the order of the texts."""
+    found: list[dict[str, Any]] = listed(invoke, filled)["entries"]
+    return sorted(found, key=lambda entry: (entry["start"], entry["tokens"]))

@@ -6,6 +6,7 @@ import pytest
 
 from kvcellar.cli.amounts import human_age, parse_age, parse_size
 from kvcellar.errors import OptionError
+from kvcellar.snapshot.stores.contents import MAX_AGE_S
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,20 @@ def test_ages(text: str, seconds: float) -> None:
 def test_what_is_no_age_is_named(text: str) -> None:
     with pytest.raises(OptionError, match=r"--older-than .*7d"):
         parse_age(text, "--older-than")
+
+
+@pytest.mark.parametrize("text", ["1048577T", f"{'9' * 400}", f"{'9' * 400}.5T"])
+def test_absurd_sizes_are_named(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--max-bytes [0-9.T]{1,40}: give at most 1048576T$"):
+        parse_size(text, "--max-bytes")
+    assert parse_size("1048576T", "--x") == 2**60
+
+
+@pytest.mark.parametrize("text", ["99999999999999w", "36500.1d", f"{'9' * 400}s"])
+def test_absurd_ages_are_named(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--cache-ttl [0-9.wds]{1,40}: give at most 36500d$"):
+        parse_age(text, "--cache-ttl")
+    assert parse_age("36500d", "--x") == MAX_AGE_S
 
 
 @pytest.mark.parametrize(

@@ -1,79 +1,19 @@
-"""``kvcellar cache``: what is stored is told, checked, cleaned, moved; looking changes nothing."""
+"""``kvcellar cache``: what is stored is told and checked; looking changes nothing."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Wanted, mark
 from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.disk.files import Name
 from kvcellar.snapshot.stores.redis import RedisStore
-from tests.cli.helpers import Invoke
+from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, listed, spoil, tree, value_file
 from tests.snapshot.stores.conftest import running_redis
-
-TRUNK, LEFT, RIGHT = [*range(65, 81)], [*range(81, 97)], [*range(40, 48)]
-"""Two blocks that two texts begin with, and two and one that they go on with."""
-
-
-@pytest.fixture(scope="module")
-def filled_once(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two texts, of which the second was used last; and a snapshot beside it."""
-    folder = tmp_path_factory.mktemp("filled")
-    with Model.from_gguf(talker, n_threads=1) as model, model.context(n_ctx=64) as context:
-        store = DiskStore(folder / "store")
-        prompts = PromptCache(store, block_size=8)
-        for text in (TRUNK + LEFT, TRUNK + RIGHT):
-            with context.sequence() as sequence:
-                prompts.append(sequence, text)
-                sequence.save(folder / "chat.kv")
-        store.close()
-    return folder
-
-
-@pytest.fixture
-def filled(filled_once: Path, tmp_path: Path) -> Path:
-    """A store that may be changed."""
-    return shutil.copytree(filled_once / "store", tmp_path / "store")
-
-
-@pytest.fixture
-def entries(invoke: Invoke, filled: Path) -> list[dict[str, Any]]:
-    """What is listed of it, in the order of the texts."""
-    found: list[dict[str, Any]] = listed(invoke, filled)["entries"]
-    return sorted(found, key=lambda entry: (entry["start"], entry["tokens"]))
-
-
-def listed(invoke: Invoke, where: str | Path, *args: str) -> dict[str, Any]:
-    result = invoke("cache", "list", where, "--json", *args)
-    assert result.exit_code == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
-
-
-def value_file(folder: Path, key: str) -> Path:
-    (path,) = (folder / "values").rglob(f"{key}.*")
-    return path
-
-
-def spoil(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """All values of a store; its index may be opened."""
-    return {str(path): path.read_bytes() for path in (folder / "values").rglob("*.*")}
-
 
 # --- list ---------------------------------------------------------------------------------------
 
@@ -152,11 +92,16 @@ def test_no_store_is_made_of_a_name_that_is_mistyped(
     assert [path.name for path in tmp_path.rglob("*")] == ["other"]
 
 
-def test_a_password_is_never_printed(invoke: Invoke) -> None:
+def test_a_password_is_never_printed(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "text.zip"
+    assert invoke("cache", "export", filled, entries[4]["key"], out).exit_code == 0
     for url in ("redis://me:secret@127.0.0.1:1/0", "redis:/me:secret@x", "redis://:se/secret@x"):
         for args in (["list"], ["verify"], ["gc"], ["inspect"], ["import"]):
-            result = invoke("cache", *args, url, *(["x"] if args == ["import"] else []))
+            result = invoke("cache", *args, url, *([out] if args == ["import"] else []))
             assert result.exit_code == 1
+            assert "text.zip" not in result.stderr
             assert "secret" not in result.output
     assert "name a folder or a URL" in invoke("cache", "list", "memory:").stderr
 
@@ -206,6 +151,28 @@ def test_a_mark_in_place_of_a_block(invoke: Invoke, filled: Path) -> None:
     found = json.loads(invoke("cache", "inspect", filled, "marked", "--json").stdout)
     assert (found["absent"], found["snapshot"]) == ("no checkpoint", None)
     assert invoke("cache", "verify", filled).exit_code == 0
+
+
+def test_a_block_that_came_after_its_mark(
+    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
+) -> None:
+    """Its key, as it is listed, names the block; the mark has a name of its own."""
+    key = entries[2]["key"]
+    store = DiskStore(filled)
+    mark(store, Wanted(key, entries[1]["key"], 16, RIGHT, "text", "model"), "window slid")
+    store.close()
+    assert f" {key[:8]} " in f" {invoke('cache', 'list', filled).stdout} ".replace("\n", " ")
+    for prefix in (key[:8], key):
+        found = json.loads(invoke("cache", "inspect", filled, prefix, "--json").stdout)
+        assert (found["key"], found["absent"]) == (key, None)
+        done = invoke("cache", "export", filled, prefix, tmp_path / "out")
+        assert done.stdout.startswith("3 blocks, 24 tokens"), done.stderr
+    told = json.loads(invoke("cache", "inspect", filled, f"{key}.absent", "--json").stdout)
+    assert told["absent"] == "window slid"
+    store = DiskStore(filled)
+    store.delete(key)
+    store.close()
+    assert "had slid away" in invoke("cache", "inspect", filled, key[:8]).stdout
 
 
 def test_a_saved_file(invoke: Invoke, filled_once: Path) -> None:
@@ -281,89 +248,6 @@ def test_what_is_damaged_is_named(
     assert result.stdout.rstrip().endswith("4 damaged")
     assert keys[4] not in result.stdout
     assert tree(filled) == files  # they are dropped when they are asked for, not now
-
-
-# --- gc -----------------------------------------------------------------------------------------
-
-
-def test_a_budget_takes_the_end_of_what_was_not_used(
-    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
-) -> None:
-    size = str(sum(entry["n_bytes"] for entry in entries) - 1)
-    planned = invoke("cache", "gc", filled, "--max-bytes", size, "--dry-run")
-    assert planned.stdout.startswith("would remove 1 entries to get within the size")
-    assert "4 entries, " in planned.stdout
-    assert listed(invoke, filled)["n_entries"] == 5
-    done = invoke("cache", "gc", filled, "--max-bytes", size)
-    assert done.stdout == planned.stdout.replace("would remove", "removed")
-    left = {entry["key"] for entry in listed(invoke, filled)["entries"]}
-    assert left == {entry["key"] for entry in entries[:4]}
-    assert len(tree(filled)) == 4
-
-
-def test_what_nobody_used_goes(invoke: Invoke, filled: Path) -> None:
-    assert "no entry has to go" in invoke("cache", "gc", filled, "--older-than", "1d").stdout
-    result = invoke("cache", "gc", filled, "--older-than", "0s")
-    assert "removed 5 entries that nobody used for so long" in result.stdout
-    assert result.stdout.endswith("0 entries, 0 bytes are left\n")
-    assert tree(filled) == {}
-
-
-def test_what_is_of_no_use_goes(
-    invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
-) -> None:
-    value_file(filled, entries[3]["key"]).unlink()
-    stray = Name.new(entries[0]["key"]).under(filled)
-    stray.write_bytes(bytes(2000))
-    os.utime(stray, (1, 1))
-    planned = invoke("cache", "gc", filled, "--dry-run")
-    assert stray.exists()
-    result = invoke("cache", "gc", filled)
-    assert result.exit_code == 0
-    assert result.stdout == planned.stdout.replace("would remove", "removed")
-    assert not stray.exists()
-    assert "removed 2 files and entries that lack each other, 2.0 KiB" in result.stdout
-    assert "removed 1 entries that lack a block before them" in result.stdout
-    assert "3 entries, " in result.stdout
-
-
-@pytest.mark.parametrize("args", [("--max-bytes", "20X"), ("--older-than", "7")])
-def test_odd_amounts_are_named(invoke: Invoke, filled: Path, args: tuple[str, str]) -> None:
-    result = invoke("cache", "gc", filled, *args)
-    assert result.exit_code == 1
-    assert f"error: {args[0]} '{args[1]}'" in result.stderr
-
-
-# --- export and import --------------------------------------------------------------------------
-
-
-def test_a_text_goes_to_another_store(
-    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
-) -> None:
-    out, other = tmp_path / "text.zip", tmp_path / "other"
-    done = invoke("cache", "export", filled, entries[4]["key"][:8], out)
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("4 blocks, 32 tokens: ")
-    first, again = (invoke("cache", "import", other, out) for _ in range(2))
-    assert first.stdout.startswith(f"{out}: 4 blocks, ")
-    assert again.stdout == f"{out}: 0 blocks, 0 bytes; 4 were there\n"
-    keep = {entry["key"]: entry["tokens"] for entry in listed(invoke, other)["entries"]}
-    assert keep == {entries[i]["key"]: entries[i]["tokens"] for i in (0, 1, 3, 4)}
-    assert invoke("cache", "verify", other).exit_code == 0
-    out.write_bytes(out.read_bytes()[:-1])
-    result = invoke("cache", "import", tmp_path / "third", out)
-    assert result.exit_code == 1
-    assert "text.zip" in result.stderr
-
-
-def test_a_text_without_its_start_is_not_exported(
-    invoke: Invoke, filled: Path, tmp_path: Path, entries: list[dict[str, Any]]
-) -> None:
-    value_file(filled, entries[0]["key"]).unlink()
-    result = invoke("cache", "export", filled, entries[4]["key"], tmp_path / "out")
-    assert result.exit_code == 1
-    assert "a block before it is not there" in result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 # --- a server -----------------------------------------------------------------------------------

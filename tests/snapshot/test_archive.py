@@ -20,6 +20,7 @@ from kvcellar.snapshot.archive import Imported, export_blocks, import_blocks
 from kvcellar.snapshot.stores.base import Entry
 from kvcellar.snapshot.stores.memory import MemoryStore
 from kvcellar.testing.gguf_writer import write_gguf
+from kvcellar.testing.store_use import order
 from kvcellar.testing.tiny_llama import TinyLlama
 
 TEXT = list(range(1, 13))
@@ -59,14 +60,14 @@ def exported(full: MemoryStore, tmp_path: Path) -> Path:
 def test_a_text_goes_over_with_keys_and_notes(full: MemoryStore, exported: Path) -> None:
     other = MemoryStore()
     n_bytes = full.bytes_used
-    assert import_blocks(other, exported) == Imported(3, 0, n_bytes)
+    assert import_blocks(other, exported) == Imported(3, 0, 0, n_bytes)
     assert [(one.key, one.note) for one in chain(other)] == [
         (one.key, one.note) for one in chain(full)
     ]
     assert all(other.get(one.key) == full.get(one.key) for one in chain(full))
-    assert import_blocks(other, exported) == Imported(0, 3, 0)
+    assert import_blocks(other, exported) == Imported(0, 3, 0, 0)
     other.delete(chain(full)[1].key)
-    assert import_blocks(other, exported) == Imported(1, 2, chain(full)[1].n_bytes)
+    assert import_blocks(other, exported) == Imported(1, 2, 0, chain(full)[1].n_bytes)
 
 
 def test_what_came_over_is_found(exported: Path, model_path: Path) -> None:
@@ -76,6 +77,29 @@ def test_what_came_over_is_found(exported: Path, model_path: Path) -> None:
         prompts = PromptCache(other, block_size=SIZE)
         reuse = prompts.append(model.context(n_ctx=32).sequence(), [*TEXT, 5])
     assert reuse.n_reused == len(TEXT)
+
+
+def test_the_end_of_a_text_leaves_first(full: MemoryStore, exported: Path) -> None:
+    """As when it is stored the usual way; also of what was there, which counts as used."""
+    keys, size = [one.key for one in chain(full)], chain(full)[0].n_bytes
+    assert {one.n_bytes for one in chain(full)} == {size}
+    other = MemoryStore(4 * size)
+    other.put(keys[0], [bytes(size)], chain(full)[0].note)
+    other.put("other", [bytes(size)])
+    assert import_blocks(other, exported) == Imported(2, 1, 0, 2 * size)
+    assert order(other) == ["other", *reversed(keys)]
+    for key in ("a", "b", "c"):
+        other.put(key, [bytes(size)])
+    assert order(other) == [keys[0], "a", "b", "c"]
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_only_what_stayed_is_counted(full: MemoryStore, exported: Path, room: int) -> None:
+    keys, size = [one.key for one in chain(full)], chain(full)[0].n_bytes
+    other = MemoryStore(room * size)
+    other.put(keys[2], [bytes(size)], chain(full)[2].note)  # evicted by those before it
+    assert import_blocks(other, exported) == Imported(room, 0, 3 - room, room * size)
+    assert order(other) == [keys[1], keys[0]][-room:]
 
 
 def test_an_export_that_fails_leaves_what_was_there(full: MemoryStore, tmp_path: Path) -> None:

@@ -315,14 +315,11 @@ def test_no_directory_and_a_directory_in_its_place(path: Path, tmp_path: Path) -
 
 def test_a_directory_that_may_not_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(path)
-    opened = Path.open
 
-    def refuse(self: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
-        if "x" in mode:
-            raise PermissionError(13, "Permission denied")
-        return opened(self, mode, *args, **more)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
     left_alone(path, SnapshotFileError, "Permission denied")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 from kvcellar.errors import OptionError
+from kvcellar.snapshot.stores.contents import MAX_AGE_S
 
 _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MAX_BYTES = 2**60
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(?:i?b)?", re.IGNORECASE | re.ASCII)
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([smhdw])", re.IGNORECASE | re.ASCII)
 
@@ -20,7 +22,10 @@ def parse_size(text: str, option: str) -> int:
     """
     if (match := _SIZE.fullmatch(text.strip())) is None:
         raise OptionError(f"{option} {text!r}: give bytes, or a size such as 500M or 20G")
-    return int(float(match[1]) * _SIZES[match[2].lower()])
+    n_bytes = float(match[1]) * _SIZES[match[2].lower()]
+    if n_bytes > _MAX_BYTES:
+        raise OptionError(f"{option} {text:.40}: give at most {_MAX_BYTES >> 40}T")
+    return int(n_bytes)
 
 
 def parse_age(text: str, option: str) -> float:
@@ -31,7 +36,10 @@ def parse_age(text: str, option: str) -> float:
     """
     if (match := _AGE.fullmatch(text.strip())) is None:
         raise OptionError(f"{option} {text!r}: give an age such as 90s, 30m, 12h, 7d or 2w")
-    return float(match[1]) * _AGES[match[2].lower()]
+    seconds = float(match[1]) * _AGES[match[2].lower()]
+    if seconds > MAX_AGE_S:
+        raise OptionError(f"{option} {text:.40}: give at most {MAX_AGE_S // _AGES['d']}d")
+    return seconds
 
 
 def human_age(seconds: float) -> str:

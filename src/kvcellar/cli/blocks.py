@@ -137,12 +137,16 @@ class Forest:
         return sorted(blocks, key=lambda block: (used[block.key], -block.start, block.key))
 
     def leaving(
-        self, max_bytes: int | None, unused_since: float | None
+        self, max_bytes: int | None, unused_since: float | None, idle_since: float
     ) -> Iterator[tuple[Block, Reason]]:
-        """What has to go: what is of no use, what was not used since, what is too much."""
+        """What has to go: what is of no use, what was not used since, what is too much.
+
+        A text is stored from its end on, so for a while its blocks lack those before them: what was
+        used after ``idle_since`` is not of no use yet.
+        """
         used, staying = self._last_uses(), list[Block]()
         for block in self._leaving_order(used):
-            if not self.is_reachable(block):
+            if not self.is_reachable(block) and used[block.key] <= idle_since:
                 yield block, "unreachable"
             elif unused_since is not None and used[block.key] < unused_since:
                 yield block, "unused"

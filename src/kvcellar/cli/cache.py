@@ -160,19 +160,22 @@ def export(where: Where, key: Key, out_file: OutFile) -> None:
 def import_(where: Where, files: Files) -> None:
     """Put what export wrote into a cache, which is made if it is not there.
 
-    Each file is checked as a whole before any of it goes in. That K and V belong to the text cannot
-    be checked: import only from those whose answers you would trust.
+    All files are checked as a whole before any of them goes in. That K and V belong to the text
+    cannot be checked: import only from those whose answers you would trust.
     """
     from contextlib import closing
 
     from kvcellar.cli.opened import open_or_make
-    from kvcellar.snapshot.archive import import_blocks
+    from kvcellar.snapshot.archive import check_export, import_blocks
 
+    for path in files:
+        check_export(path)
     with closing(open_or_make(where)) as store:
         for path in files:
             done = import_blocks(store, path)
             held = f"; {done.n_held} were there" if done.n_held else ""
-            print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}")
+            lost = f"; {done.n_lost} did not fit" if done.n_lost else ""
+            print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}{lost}")
 
 
 def _shown(where: str) -> str:

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvcellar.cli.amounts import human_age
 from kvcellar.cli.blocks import Forest
 from kvcellar.cli.console import human_bytes
 from kvcellar.cli.opened import existing
 from kvcellar.errors import OptionError
+from kvcellar.snapshot.stores.base import WRITING_S
 from kvcellar.snapshot.stores.disk import DiskStore
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ def _clean(
         yield f"{verb} {n} files and entries that lack each other, {freed}"
     n_gone, n_bytes = Counter[str](), Counter[str]()
     forest = Forest(entry for entry in store.entries() if entry.key not in report.missing)
-    for block, reason in forest.leaving(max_bytes, since):
+    n_lost = sum(not forest.is_reachable(block) for block in forest.blocks.values())
+    for block, reason in forest.leaving(max_bytes, since, time.time() - WRITING_S):
+        n_lost -= not forest.is_reachable(block)
         if dry_run or store.delete(block.key):
             n_gone[reason] += 1
             n_bytes[reason] += block.entry.n_bytes
@@ -66,6 +70,11 @@ def _clean(
             yield f"{verb} {n} entries {what}, {human_bytes(n_bytes[reason])}"
     if not n_gone:
         yield "no entry has to go"
+    if n_lost:
+        yield (
+            f"{n_lost} entries lack a block before them, which somebody may be storing right now: "
+            f"they stay until nobody used them for {human_age(WRITING_S)}"
+        )
     n_left = len(forest.blocks) - n_gone.total() if dry_run else _count(store)
     left = sum(block.entry.n_bytes for block in forest.blocks.values()) - n_bytes.total()
     yield f"{n_left} entries, {human_bytes(left if dry_run else store.bytes_used)} are left"

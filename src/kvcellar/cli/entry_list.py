@@ -13,6 +13,7 @@ from kvcellar.cli.amounts import human_age
 from kvcellar.cli.blocks import Block, Forest, Stretch
 from kvcellar.cli.console import harmless, human_bytes
 from kvcellar.snapshot.absence import absent_of
+from kvcellar.snapshot.stores.base import WRITING_S
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,7 +73,8 @@ def totals(forest: Forest) -> list[str]:
     if lost:
         lines.append(
             f"{len(lost)} of them, {human_bytes(sum(one.entry.n_bytes for one in lost))}, cannot "
-            "be reached (texts: -): a block before them is gone; kvcellar cache gc removes them"
+            "be reached (texts: -): a block before them is gone; kvcellar cache gc removes them "
+            f"{human_age(WRITING_S)} after their last use"
         )
     return lines
 

@@ -88,14 +88,18 @@ def shown(where: str) -> str:
 
 
 def find(store: Store, prefix: str) -> Entry:
-    """The one entry whose key begins like that.
+    """The one entry whose key begins like that; the mark of a missing block, if no block's does.
 
     Raises:
         OptionError: there is none, or several.
     """
+    from kvcellar.snapshot.absence import absent_of
+
     found = [entry for entry in store.entries() if entry.key.startswith(prefix)]
     if exact := [entry for entry in found if entry.key == prefix]:
         return exact[0]
+    # A mark has the key of its block with something behind it, and the block may be there by now.
+    found = [entry for entry in found if absent_of(entry.note) is None] or found
     if not found:
         raise OptionError(f"key {prefix!r}: nothing is stored under it; kvcellar cache list tells")
     if len(found) > 1 or len(prefix) < _MIN_PREFIX:

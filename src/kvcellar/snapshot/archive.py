@@ -51,10 +51,18 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How many blocks came, how many were there before, and what the new ones take."""
+    """What came of the blocks of a file, as it is when all were put.
+
+    Attributes:
+        n_new: how many came and are there.
+        n_held: how many were there before and still are.
+        n_lost: how many are not there, because the store has no room for all.
+        n_bytes: what the new ones take.
+    """
 
     n_new: int
     n_held: int
+    n_lost: int
     n_bytes: int
 
 
@@ -78,29 +86,38 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
     return path.stat().st_size
 
 
+def check_export(path: Path) -> None:
+    """See that a file can be imported, all of it, before there is a store to put it into.
+
+    Raises:
+        SnapshotFileError: the file is damaged, or none of ours.
+        LibraryError: values are compressed by a library that is not installed.
+    """
+    with _opened(path) as archive:
+        _checked(archive, path)
+
+
 def import_blocks(store: Store, path: Path) -> Imported:
     """Put the blocks of a file into a store, under their keys and with their notes.
+
+    They go in from the last to the first, and those that are there count as used, so what a store
+    drops for want of room is the end of the text: a beginning is of use without it.
 
     Raises:
         SnapshotFileError: the file is damaged, or none of ours; nothing was put.
         StoreError: a block does not go in; names it, and how many did.
     """
     with _opened(path) as archive:
-        items = _items(archive, path.stat().st_size)
-        for i, item in enumerate(items):
-            value = _value(archive, i, item)
-            try:
-                check_block(item.key, item.note, value)
-            except SnapshotError as error:
-                raise SnapshotFileError(f"block {item.key}: {error}") from error
-        n_new = n_held = n_bytes = 0
-        for i, item in enumerate(items):
-            if store.has(item.key):
-                n_held += 1
-                continue
-            _put(store, item, _value(archive, i, item), f"{i} of {len(items)} went in")
-            n_new, n_bytes = n_new + 1, n_bytes + item.n_bytes
-    return Imported(n_new, n_held, n_bytes)
+        items = _checked(archive, path)
+        came: list[_Item] = []
+        for i, item in reversed(list(enumerate(items))):
+            if not store.touch(item.key):
+                _put(store, item, _value(archive, i, item), f"{len(came)} of {len(items)} went in")
+                came.append(item)
+        there = {item.key for item in items if store.has(item.key)}
+    new = [item for item in came if item.key in there]
+    n_bytes = sum(item.n_bytes for item in new)
+    return Imported(len(new), len(there) - len(new), len(items) - len(there), n_bytes)
 
 
 def _put(store: Store, item: _Item, value: Buffer, so_far: str) -> None:
@@ -166,6 +183,18 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         raise SnapshotFileError(
             f"{path} is no export of a prompt cache, or damaged: {error!s:.200}"
         ) from error
+
+
+def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
+    """What the index lists, after every value was read."""
+    items = _items(archive, path.stat().st_size)
+    for i, item in enumerate(items):
+        value = _value(archive, i, item)
+        try:
+            check_block(item.key, item.note, value)
+        except SnapshotError as error:
+            raise SnapshotFileError(f"block {item.key}: {error}") from error
+    return items
 
 
 def _items(archive: zipfile.ZipFile, n_file_bytes: int) -> list[_Item]:

@@ -11,10 +11,20 @@ from pathlib import Path
 
 from kvcellar.errors import SnapshotFileError
 
+_ODD = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside the path, which takes its place, and is on the disk, at a good end.
+
+    It gets the permissions of the file that it replaces. Of a link, what it points to is replaced.
 
     ::
 
@@ -22,21 +32,35 @@ def replacing(path: Path) -> Iterator[Path]:
             beside.write_bytes(data)
 
     Raises:
-        SnapshotFileError: it cannot be written; what was there is as it was.
+        SnapshotFileError: it cannot be written, or what is there is no file; that is as it was.
     """
-    beside = path.parent / f".kvcellar-{secrets.token_hex(8)}"
+    target = Path(os.path.realpath(path))
+    beside = target.parent / f".kvcellar-{secrets.token_hex(8)}"
     try:
-        with beside.open("xb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        old = _mode_of(path)
+        beside.touch(0o666 if old is None else 0o600, exist_ok=False)
+        mode = stat.S_IMODE(beside.stat().st_mode) if old is None else old
         yield beside
-        beside.chmod(mode)  # whoever writes may put another file in its place
         _sync(beside)
-        beside.replace(path)
+        beside.chmod(mode)  # whoever writes may put another file in its place
+        beside.replace(target)
     except OSError as error:
         raise SnapshotFileError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of the file there, None if there is none; anything else is refused."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        what = _ODD.get(stat.S_IFMT(mode), "no file")
+        raise SnapshotFileError(f"cannot write {path}: it is {what}; name a file")
+    return stat.S_IMODE(mode)
 
 
 def _sync(path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import stat
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -176,6 +179,46 @@ def test_a_store_does_not_cross_a_fork(open_store: Open, monkeypatch: pytest.Mon
     assert "fork" in refusal(StoreError, lambda: store.get("a"))
     monkeypatch.undo()
     assert store.get("a") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.parametrize("use", ["has", "close"])
+def test_a_fork_of_a_busy_process_does_not_wait(open_store: Open, use: str) -> None:
+    """For a thread that is not there any more: it had the lock when the process forked."""
+    store = open_store()
+    store.put("a", [b"value"])
+    ready, done = threading.Event(), threading.Event()
+
+    def work(_: index.Index) -> bool:
+        ready.set()
+        return done.wait(30)
+
+    thread = threading.Thread(target=lambda: store._index.read(work))
+    thread.start()
+    assert ready.wait(30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what this is about
+        child = os.fork()
+    if child == 0:
+        _end_as_told(store, use)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == (42 if use == "has" else 0)
+    assert content(store, ["a"]) == [b"value"]
+
+
+def _end_as_told(store: DiskStore, use: str) -> NoReturn:
+    """In the child: end with 42 if the store refuses as it should, 0 if it does what it is told."""
+    code = 1
+    try:
+        signal.alarm(10)  # ends the child, if it waits
+        store.has("a") if use == "has" else store.close()
+        code = 0
+    except StoreError as error:
+        code = 42 if "was opened before a fork" in str(error) else 2
+    finally:
+        os._exit(code)
 
 
 # --- the index ----------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import redis
 
 from kvcellar.errors import OptionError, StoreError
 from kvcellar.snapshot.stores.base import Note
+from kvcellar.snapshot.stores.contents import MAX_AGE_S
 from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.snapshot.stores.redis_client import RedisClient, without_secrets
 from kvcellar.testing.store_use import content, found, order, refusal, value_of
@@ -297,6 +299,28 @@ def test_a_writer_that_dies_is_never_seen(open_store: Open, server: RedisClient,
     assert content(other, ["a"]) == [VALUE]
 
 
+def test_a_put_whose_answer_is_lost(
+    open_store: Open, server: RedisClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent again, and meets itself."""
+    store, read, lost = open_store(), redis.Connection.read_response, list[Any]()
+
+    def lose_once(self: Any, *args: Any, **options: Any) -> Any:
+        answer = read(self, *args, **options)
+        if answer == b"entered" and not lost:
+            lost.append(answer)
+            self.disconnect()
+            raise redis.ConnectionError
+        return answer
+
+    monkeypatch.setattr(redis.Connection, "read_response", lose_once)
+    assert store.put("a", [VALUE])
+    assert lost == [b"entered"]
+    assert store.has("a")
+    assert content(store, ["a"]) == [VALUE]
+    assert len(names(server, "piece:")) == 4
+
+
 def test_prefixes_keep_stores_apart(open_store: Open) -> None:
     one, two = open_store(prefix="one:"), open_store(prefix="o*:")
     one.put("a", [b"1"])
@@ -357,11 +381,78 @@ def test_a_server_that_goes_away() -> None:
     store.close()
 
 
+def test_the_longest_time_that_can_be(open_store: Open, server: RedisClient) -> None:
+    store = open_store(ttl_s=MAX_AGE_S)
+    store.put("a", [VALUE], NOTE)
+    store.touch("a")
+    assert content(store, ["a"]) == [VALUE]
+    assert server.call("TTL", "kvcellar:head:a") > MAX_AGE_S - 100
+
+
 def test_bad_arguments_are_refused(redis_url: str) -> None:
-    assert "ttl_s 0" in refusal(OptionError, lambda: RedisStore(redis_url, ttl_s=0))
+    for ttl in (0, 0.0001, -1, MAX_AGE_S + 1, 1e300, float("inf"), float("nan")):
+        message = refusal(OptionError, lambda t=ttl: RedisStore(redis_url, ttl_s=t))  # type: ignore[misc]
+        assert message == f"ttl_s {ttl}: give seconds, from 0.001 to 3153600000, or None"
     assert "piece_bytes 0" in refusal(OptionError, lambda: RedisStore(redis_url, piece_bytes=0))
     for url in ("http://x", "redis://[", "redis://host:port"):
         refusal(OptionError, lambda u=url: RedisStore(u))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "decode_responses=True",
+        "decode_responses=False",
+        "encoding=utf-16",
+        "encoding_errors=ignore",
+        "protocol=3",
+        "retry=3",
+        "parser_class=x",
+        "foo=bar",
+        "ssl_cert_reqs=none",
+    ],
+)
+def test_options_that_change_what_is_read_are_refused(redis_url: str, option: str) -> None:
+    name = option.partition("=")[0]
+    message = refusal(OptionError, lambda: RedisStore(f"{redis_url}?db=0&{option}"))
+    assert message.startswith(f"option '{name}' in the URL of the store at {redis_url}: leave it")
+    assert "socket_timeout" in message
+
+
+def test_options_that_are_possible(open_store: Open, redis_url: str) -> None:
+    options = (
+        "db=0&socket_timeout=9&socket_connect_timeout=2&socket_keepalive=yes&client_name=me"
+        "&health_check_interval=30&max_connections=4&retry_on_timeout=True"
+    )
+    store = open_store(f"{redis_url}?{options}")
+    store.put("a", [VALUE])
+    assert content(store, ["a"]) == [VALUE]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:1/0?max_connections=-1",
+        "redis://127.0.0.1:1/0?db=x",
+        "redis://127.0..1:1/0",  # these two are seen when it connects
+        "unix:///absent?socket_keepalive=yes",
+    ],
+)
+def test_urls_that_no_server_can_have(url: str) -> None:
+    message = refusal(OptionError, lambda: RedisStore(url))
+    assert f"the URL of the store at {url.partition('?')[0]} cannot be used: " in message
+
+
+def test_what_may_be_a_password_is_no_name_of_an_option() -> None:
+    message = refusal(OptionError, lambda: RedisStore("redis://:hu?sh=x@127.0.0.1:1/0"))
+    assert "'" not in message
+    assert message.startswith("an option in the URL of the store at redis://...: ")
+
+
+def test_tls_has_options_of_its_own() -> None:
+    url = "rediss://127.0.0.1:1/0?ssl_cert_reqs=none&ssl_check_hostname=no&ssl_ca_certs=x"
+    assert "rediss://127.0.0.1:1/0" in refusal(StoreError, lambda: RedisStore(url))
+    assert "ssl_cert_reqs" in refusal(OptionError, lambda: RedisStore(f"{url}&encoding=x"))
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,9 @@ FIELDS: tuple[Field, ...] = get_args(Field)
 Absence: TypeAlias = Literal["never stored", "evicted", "expired"]
 """Why a store does not have a key, as far as it remembers."""
 
+WRITING_S = 600
+"""Seconds that what seems to be left behind is left alone: somebody may be writing the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -15,6 +15,9 @@ MAX_NOTE = 1 << 16
 REMEMBERED = 10_000
 """How many evicted keys a store remembers."""
 
+MAX_AGE_S = 100 * 365 * 24 * 3600
+"""The longest time, in seconds, that can be asked for; servers take no time without end."""
+
 _KEY = re.compile(r"[0-9a-z_-][0-9a-z._-]{0,127}")
 
 

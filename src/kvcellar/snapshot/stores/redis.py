@@ -13,11 +13,17 @@ import xxhash
 
 from kvcellar.errors import ClosedError, OptionError, StoreError
 from kvcellar.snapshot.stores import redis_scripts
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
-from kvcellar.snapshot.stores.contents import check_key, decode_note, encode_note, flat, keys_in
+from kvcellar.snapshot.stores.base import WRITING_S, Absence, Buffer, Entry, Field, Note
+from kvcellar.snapshot.stores.contents import (
+    MAX_AGE_S,
+    check_key,
+    decode_note,
+    encode_note,
+    flat,
+    keys_in,
+)
 from kvcellar.snapshot.stores.redis_client import RedisClient
 
-_WRITING_S = 600
 _TRACE_S = 30 * 24 * 3600
 _MAX_PIECE = 512 << 20
 _BATCH = 500
@@ -62,8 +68,8 @@ class RedisStore:
         piece_bytes: int = 8 << 20,
         read_only: bool = False,
     ) -> None:
-        if ttl_s is not None and ttl_s < 0.001:
-            raise OptionError(f"ttl_s {ttl_s}: give seconds above 0.001, or None")
+        if ttl_s is not None and not 0.001 <= ttl_s <= MAX_AGE_S:
+            raise OptionError(f"ttl_s {ttl_s}: give seconds, from 0.001 to {MAX_AGE_S}, or None")
         if not 1 <= piece_bytes <= _MAX_PIECE:
             raise OptionError(f"piece_bytes {piece_bytes}: from 1 to {_MAX_PIECE} are possible")
         self.read_only = read_only
@@ -160,7 +166,7 @@ class RedisStore:
         """Write all pieces; what a head says of them."""
         digest, n_bytes = xxhash.xxh3_128(), 0
         for name, chunk in zip(names.all(), _chunks(pieces, self._piece_bytes), strict=True):
-            self._client.call("SET", name, chunk, "EX", _WRITING_S)
+            self._client.call("SET", name, chunk, "EX", WRITING_S)
             digest.update(chunk)
             n_bytes += len(chunk)
         return names.generation, names.n_pieces, n_bytes, digest.hexdigest()

@@ -78,7 +78,9 @@ ENTER = (
     + """
 local ttl, memory, generation, n_pieces = tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
 local pieces = names(generation, n_pieces)
-if redis.call('EXISTS', head) == 1 then return 'held' end
+local there = redis.call('HGET', head, 'generation')
+if there == generation then return 'entered' end
+if there or redis.call('EXISTS', head) == 1 then return 'held' end
 if not whole(pieces) then return 'lost' end
 local time = now()
 redis.call('HSET', head, 'generation', generation, 'n_pieces', n_pieces, 'n_bytes', ARGV[5],
@@ -90,7 +92,7 @@ renew(pieces, ttl, memory, time)
 return 'entered'
 """
 )
-"""Make pieces that lie there a value, unless there is one or a piece was lost."""
+"""Make pieces that lie there a value, unless there is one or a piece was lost; twice is fine."""
 
 PEEK = (
     _PRELUDE

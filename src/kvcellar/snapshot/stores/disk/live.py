@@ -62,14 +62,18 @@ class LiveIndex:
         return self._do(transact)
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file; twice is fine. After a fork it is left to the process that opened it."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             self._let_go()
 
     def _do(self, work: Callable[[Index], T]) -> T:
+        self._check_process()
         with self._lock:
-            self._check_usable()
+            if self._closed:
+                raise ClosedError(f"the store in {self._root} was closed: open it again")
             for _ in range(_ATTEMPTS):
                 if (result := self._attempt(work)) is not None:
                     return result[0]
@@ -133,13 +137,12 @@ class LiveIndex:
         return not any(word in text for word in _PASSING)
 
     def _let_go(self) -> None:
-        if self._index is not None and os.getpid() == self._process:
+        if self._index is not None:
             self._index.close()
         self._index = None
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the store in {self._root} was closed: open it again")
+    def _check_process(self) -> None:
+        """Before the lock is taken: a thread that a fork left behind may have it for good."""
         if os.getpid() != self._process:
             raise StoreError(
                 f"the store in {self._root} was opened before a fork: open it again after it"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvcellar.errors import StoreError
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
+from kvcellar.snapshot.stores.base import WRITING_S, Absence, Buffer, Entry, Field, Note
 from kvcellar.snapshot.stores.contents import (
     check_budget,
     check_key,
@@ -151,7 +151,7 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"the store in {self._root} cannot be read: {error}") from error
 
-    def gc(self, min_age_s: float = 600.0, *, dry_run: bool = False) -> GcReport:
+    def gc(self, min_age_s: float = WRITING_S, *, dry_run: bool = False) -> GcReport:
         """Remove what no entry needs, entries without a file, and what exceeds the budget.
 
         Args:
