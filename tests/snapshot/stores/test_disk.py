@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import stat
 import threading
@@ -459,3 +460,21 @@ def test_a_smaller_budget_takes_effect_with_the_next_put(open_store: Open) -> No
     assert smaller.bytes_used == 4
     smaller.put("e", [b"e"])
     assert order(store) == ["d", "e"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="open files keep their folder there")
+def test_a_folder_that_is_removed_is_said_by_name(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    store.put("a", [b"1"])
+    shutil.rmtree(tmp_path / "store")
+    verbs: list[Callable[[], object]] = [
+        *(lambda verb=verb: verb("a") for verb in (store.get, store.has, store.touch)),
+        lambda: store.put("b", [b"1"]),
+        lambda: store.find("parent", "p", 1),
+        lambda: list(store.entries()),
+        lambda: store.why_absent("a"),
+        store.gc,
+        store.verify,
+    ]
+    for verb in verbs:
+        assert str(tmp_path / "store") in refusal(StoreError, verb)

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,8 +118,9 @@ class LiveIndex:
             self._let_go()
             make_index(self._root, self._number + 1, self._sync)
         except _FAILURES as failure:
-            if newest_index(self._root) > self._number:
-                return  # the new one was replaced in its turn
+            with suppress(OSError):  # the folder itself may be gone
+                if newest_index(self._root) > self._number:
+                    return  # the new one was replaced in its turn
             raise StoreError(
                 f"the index of {self._root} cannot be used ({error}) nor made anew: {failure}"
             ) from failure
