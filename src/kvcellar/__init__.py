@@ -6,11 +6,14 @@ The names below are loaded at first use, so that importing the package costs nex
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from kvcellar._version import __version__
 
+TYPE_CHECKING = False  # as in typing, which would be most of what the import takes
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvcellar.batch import Batch
     from kvcellar.cache.attention import AttentionCache
     from kvcellar.errors import KVCellarError
