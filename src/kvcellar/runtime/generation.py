@@ -39,7 +39,7 @@ class Generation:
     ) -> None:
         self._sequence = sequence
         self._limit = (
-            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31)
+            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31 - 1)
         )
         self._matcher = StopMatcher([stop] if isinstance(stop, str) else list(stop))
         self._shift = shift
