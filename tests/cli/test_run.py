@@ -112,7 +112,18 @@ def test_a_full_cache_ends_the_text_with_an_error(invoke: Invoke, talker: Path) 
 def test_a_model_without_a_tokenizer_says_so(invoke: Invoke, shared: Path) -> None:
     result = invoke("run", shared / "models/llama-dense.gguf", "hello")
     assert result.exit_code == 1
-    assert "has no tokenizer" in result.stderr
+    assert "has no tokenizer: pass token ids instead of text, from Python only" in result.stderr
+
+
+def test_an_empty_place_is_not_the_current_folder(
+    invoke: Invoke, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for args in (["run", talker, "hello", "-n", "1"], ["chat", talker]):
+        result = invoke(*args, "--prompt-cache", "", stdin="")
+        assert result.exit_code == 1
+        assert result.stderr == "error: --prompt-cache is empty: name a folder or a URL\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_characters_that_the_terminal_lacks_are_replaced(

@@ -75,10 +75,18 @@ NUbatch = Annotated[
 ]
 
 
+def _named(where: str | None) -> str | None:
+    """The place itself; an empty one, an unset variable perhaps, would be the current folder."""
+    if where == "":
+        raise OptionError("--prompt-cache is empty: name a folder or a URL")
+    return where
+
+
 PromptCacheAt = Annotated[
     str | None,
     typer.Option(
         "--prompt-cache",
+        callback=_named,
         metavar="DIR_OR_URL",
         help="Restore what is stored there of the prompt, and store what is computed.",
         rich_help_panel=_PROMPTS,
