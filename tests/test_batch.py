@@ -205,6 +205,7 @@ class TestRefusals:
             lambda: Batch().add(1, wrong),
             lambda: Batch().add(1, 0, wrong),
             lambda: Batch.of([1], seq_id=wrong),
+            lambda: Batch.of([1], seq_id=2**63),
             lambda: Batch.of(wrong),
             lambda: Batch.of([[1, 2], [3]]),  # type: ignore[list-item]
             lambda: Batch.of([1], logits=5),  # type: ignore[arg-type]
@@ -212,7 +213,7 @@ class TestRefusals:
             lambda: Batch.of_embeddings([[1.0, 2.0], [3.0]]),
         ]
         for build in builds:
-            with pytest.raises(BatchError, match=r"not '?(x|\[\[1)|logits=5"):
+            with pytest.raises(BatchError, match=r"not '?(x|\[\[1|9223372036854775808)|logits=5"):
                 build()
 
     def test_nothing_is_filled_in_beside_the_checks(self) -> None:

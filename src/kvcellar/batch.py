@@ -209,9 +209,12 @@ class Batch:
 
 def _integer(what: str, value: object) -> int:
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise BatchError(f"{what} must be an integer, not {value!r:.60}") from None
+    if not -(2**63) <= number < 2**63:
+        raise BatchError(f"{what} must be an integer of 64 bits, not {number}")
+    return number
 
 
 def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
