@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+import kvcellar
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 PACKAGE = "kvcellar"
@@ -139,3 +141,19 @@ print("ggml" if os.path.exists(maps) and "libggml" in open(maps).read() else "")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert not set(result.stdout.split()) & {"tokenizers", "jinja2", "rich", "typer", "ggml"}
+
+
+def test_every_error_is_a_public_name_at_once() -> None:
+    code = f"""
+import sys
+import {PACKAGE} as kv
+print(*(name for name, value in vars(kv.errors).items() if isinstance(value, type)))
+print(*(name for name, value in vars(kv).items() if isinstance(value, type)))
+print(set(vars(kv)) >= {{"errors"}} <= set(kv.__all__))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    defined, given, known = result.stdout.splitlines()
+    assert "CacheFull" in defined.split()
+    assert set(defined.split()) == set(given.split()) <= set(kvcellar.__all__)
+    assert known == "True"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,10 +193,32 @@ class TestRefusals:
     def test_a_failed_add_leaves_the_batch_as_it_was(self) -> None:
         batch = Batch.of([1])
         for args in ((2, 1, [0, 0]), (2, 1.5, [0]), (None, 1, [0])):
-            with pytest.raises((BatchError, TypeError)):
+            with pytest.raises(BatchError):
                 batch.add(*args)
 
         assert len(resolve(batch)) == 1
+
+    def test_values_of_another_type_are_named(self) -> None:
+        wrong: Any = "x"
+        builds: list[Callable[[], Batch]] = [
+            lambda: Batch().add(wrong),
+            lambda: Batch().add(1, wrong),
+            lambda: Batch().add(1, 0, wrong),
+            lambda: Batch.of([1], seq_id=wrong),
+            lambda: Batch.of([1], seq_id=2**63),
+            lambda: Batch.of(wrong),
+            lambda: Batch.of([[1, 2], [3]]),  # type: ignore[list-item]
+            lambda: Batch.of([1], logits=5),  # type: ignore[arg-type]
+            lambda: Batch.of_embeddings(wrong),
+            lambda: Batch.of_embeddings([[1.0, 2.0], [3.0]]),
+        ]
+        for build in builds:
+            with pytest.raises(BatchError, match=r"not '?(x|\[\[1|9223372036854775808)|logits=5"):
+                build()
+
+    def test_nothing_is_filled_in_beside_the_checks(self) -> None:
+        with pytest.raises(TypeError):
+            Batch([1, 2])  # type: ignore[call-arg]
 
     def test_an_empty_batch(self) -> None:
         for batch in (Batch(), Batch.of([]), Batch.of_embeddings(np.zeros((0, 4)))):

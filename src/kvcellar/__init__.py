@@ -1,23 +1,54 @@
 """llama.cpp's KV cache as a Python library: see it, edit it, fork it, save it.
 
 The names below are loaded at first use, so that importing the package costs next to nothing.
+Errors are there at once; ``help(kvcellar.errors)`` draws their tree.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+from kvcellar import errors
 from kvcellar._version import __version__
+from kvcellar.errors import (
+    AllocationError,
+    BackendError,
+    BatchError,
+    CacheError,
+    CacheFull,
+    ClosedError,
+    ComputeError,
+    InvariantError,
+    KVCellarError,
+    LibraryError,
+    ModelError,
+    ModelFileError,
+    NotSupported,
+    OptionError,
+    PositionError,
+    SequenceIdError,
+    ShiftUnsupported,
+    SnapshotError,
+    SnapshotFileError,
+    SnapshotMismatch,
+    StoreError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedModel,
+)
+
+TYPE_CHECKING = False  # as in typing, which would be most of what the import takes
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvcellar.batch import Batch
     from kvcellar.cache.attention import AttentionCache
-    from kvcellar.errors import KVCellarError
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.llama_files import save_llama_file
     from kvcellar.runtime.model import Model
+    from kvcellar.runtime.options import ContextOptions
     from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.sampler import SamplerOptions
     from kvcellar.runtime.sequence import Sequence
@@ -26,19 +57,44 @@ if TYPE_CHECKING:
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 __all__ = [
+    "AllocationError",
     "AttentionCache",
+    "BackendError",
     "Batch",
+    "BatchError",
+    "CacheError",
+    "CacheFull",
     "CacheSpec",
+    "ClosedError",
+    "ComputeError",
     "Context",
+    "ContextOptions",
     "ContextShift",
+    "InvariantError",
     "KVCellarError",
     "KVType",
     "LayerSpec",
+    "LibraryError",
     "Model",
+    "ModelError",
+    "ModelFileError",
+    "NotSupported",
+    "OptionError",
+    "PositionError",
     "PromptCache",
     "SamplerOptions",
     "Sequence",
+    "SequenceIdError",
+    "ShiftUnsupported",
+    "SnapshotError",
+    "SnapshotFileError",
+    "SnapshotMismatch",
+    "StoreError",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedModel",
     "__version__",
+    "errors",
     "find_model",
     "open_store",
     "save_llama_file",
@@ -49,8 +105,8 @@ _HOME = {
     "Batch": "kvcellar.batch",
     "CacheSpec": "kvcellar.types",
     "Context": "kvcellar.runtime.context",
+    "ContextOptions": "kvcellar.runtime.options",
     "ContextShift": "kvcellar.runtime.shifting",
-    "KVCellarError": "kvcellar.errors",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",

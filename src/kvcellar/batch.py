@@ -12,7 +12,7 @@ Microbatches are cut from rows by the ``split_*`` functions of ``plan.py``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -51,11 +51,11 @@ class Rows:
 class Batch:
     """Tokens to decode; ``Batch.of(...)`` at once, or ``add`` one by one as in llama.cpp."""
 
-    _tokens: list[int] = field(default_factory=list)
-    _embeddings: list[Float32Array] = field(default_factory=list)
-    _positions: list[int | None] = field(default_factory=list)
-    _owners: list[tuple[int, ...]] = field(default_factory=list)
-    _wanted: list[bool] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list, init=False)
+    _embeddings: list[Float32Array] = field(default_factory=list, init=False)
+    _positions: list[int | None] = field(default_factory=list, init=False)
+    _owners: list[tuple[int, ...]] = field(default_factory=list, init=False)
+    _wanted: list[bool] = field(default_factory=list, init=False)
 
     @classmethod
     def of(
@@ -76,7 +76,8 @@ class Batch:
         Raises:
             BatchError: the arguments do not fit together.
         """
-        batch = cls(_tokens=_integers("tokens", tokens))
+        batch = cls()
+        batch._tokens = _integers("tokens", tokens)
         batch._describe(len(batch._tokens), seq_id, positions, logits)
         return batch
 
@@ -89,13 +90,19 @@ class Batch:
         logits: Logits = "last",
     ) -> Batch:
         """Input embeddings ``[n, n_embd]`` in place of tokens; the rest as in :meth:`of`."""
-        array = np.asarray(embeddings, np.float32)
+        try:
+            array = np.asarray(embeddings, np.float32)
+        except (TypeError, ValueError):
+            raise BatchError(
+                f"embeddings must be numbers [n, n_embd], not {embeddings!r:.60}"
+            ) from None
         if array.ndim != 2:
             raise BatchError(f"embeddings have shape {array.shape}; [n, n_embd] is needed")
         finite = np.isfinite(array).all(axis=1)
         if not finite.all():
             raise BatchError(f"embedding {int(finite.argmin())} holds NaN or infinity")
-        batch = cls(_embeddings=list(array.copy()))
+        batch = cls()
+        batch._embeddings = list(array.copy())
         batch._describe(len(array), seq_id, positions, logits)
         return batch
 
@@ -120,12 +127,16 @@ class Batch:
         *,
         logits: bool = False,
     ) -> Batch:
-        """Append a token; returns the batch, so that calls can be chained."""
+        """Append a token; returns the batch, so that calls can be chained.
+
+        Raises:
+            BatchError: no such token, position or owner can be.
+        """
         if self._embeddings:
             raise BatchError("a token cannot be added to a batch of embeddings")
         owners = _owner_ids(seq_ids)
-        place = None if pos is None else operator.index(pos)
-        self._tokens.append(operator.index(token))
+        place = None if pos is None else _integer("pos", pos)
+        self._tokens.append(_integer("token", token))
         self._positions.append(place)
         self._owners.append(owners)
         self._wanted.append(bool(logits))
@@ -196,16 +207,29 @@ class Batch:
         )
 
 
+def _integer(what: str, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise BatchError(f"{what} must be an integer, not {value!r:.60}") from None
+    if not -(2**63) <= number < 2**63:
+        raise BatchError(f"{what} must be an integer of 64 bits, not {number}")
+    return number
+
+
 def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of different length
+        raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}")
     return [int(value) for value in array.tolist()]
 
 
 def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
-    several = (seq_ids,) if isinstance(seq_ids, int | np.integer) else seq_ids
-    ids = tuple(operator.index(seq) for seq in several)
+    several = seq_ids if isinstance(seq_ids, Iterable) else (seq_ids,)
+    ids = tuple(_integer("seq_id", seq) for seq in several)
     if not ids:
         raise BatchError("a token without an owner: give it at least one seq_id")
     if len(set(ids)) != len(ids):
@@ -218,6 +242,8 @@ def _wanted(logits: Logits, n: int) -> list[bool]:
         if logits not in ("last", "all", "none"):
             raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
         return [logits == "all" or (logits == "last" and i == n - 1) for i in range(n)]
+    if not isinstance(logits, Iterable):
+        raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
     mask = [bool(value) for value in logits]
     if len(mask) != n:
         raise BatchError(f"{n} tokens but a logits mask of {len(mask)}")

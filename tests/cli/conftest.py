@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvcellar.cli.main import app
+from kvcellar.cli.app import app
 from kvcellar.errors import ModelFileError
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model

@@ -39,7 +39,6 @@ def test_commands(invoke: Invoke, talker: Path) -> None:
         "/undo",
         "/cells",
         "/help",
-        "/nonsense",
         "/reset",
         "one",
         "/exit",
@@ -54,7 +53,6 @@ def test_commands(invoke: Invoke, talker: Path) -> None:
         "took back the last turn",
         "0 of 256 cells used",
         "Ctrl-C ends an answer",
-        "no command /nonsense",
         "all cells are free",
     ):
         assert text in result.stderr
@@ -67,6 +65,22 @@ def test_a_full_cache_is_explained_and_can_be_emptied(invoke: Invoke, talker: Pa
     assert "error: the cache is full" in result.stderr
     assert "/reset begins anew" in result.stderr
     assert len(result.stdout) == 7
+
+
+def test_an_unknown_command_is_a_line_that_failed(invoke: Invoke, talker: Path) -> None:
+    result = invoke("chat", talker, *GREEDY, stdin="/nonsense x\n/help\none\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no command /nonsense: /help lists those there are\n")
+    assert len(result.stdout) == 7
+
+
+def test_an_answer_that_fills_the_cache_names_the_option(invoke: Invoke, talker: Path) -> None:
+    args = ("-n", "-1", "-t", "0", "--threads", "1", "--n-ctx", "64")
+    result = invoke("chat", talker, *args, stdin="hello\nagain\n")
+    assert result.exit_code == 1
+    first, second = result.stderr.splitlines()
+    assert "1 cells needed, 0 free: use a larger --n-ctx" in first
+    assert ", 0 free: the conversation is too long, use a larger --n-ctx" in second
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

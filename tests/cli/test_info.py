@@ -52,6 +52,21 @@ def test_types_that_do_not_fit_the_heads_are_marked(invoke: Invoke, tmp_path: Pa
     assert invoke("info", path).stdout.count("  does not fit\n") == 6
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("", "no model is named"),
+        (".", ". is a folder"),
+        ("/dev/null", "/dev/null is no regular file"),
+        ("absent", "absent does not exist"),
+    ],
+)
+def test_what_is_no_model_is_called_what_it_is(invoke: Invoke, name: str, problem: str) -> None:
+    result = invoke("info", name)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {problem}: give the path of a GGUF file")
+
+
 @pytest.mark.parametrize("arch", ["rwkv9", "bert"])
 def test_what_cannot_be_run_is_described_with_the_reason(
     invoke: Invoke, tmp_path: Path, arch: str

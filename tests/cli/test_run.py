@@ -76,7 +76,9 @@ def test_a_stop_string_ends_the_text(invoke: Invoke, talker: Path) -> None:
         (["-t", "nan"], "temperature"),
         (["--top-p", "2"], "top_p"),
         (["--seed", "-1"], "seed"),
-        (["-n", "-2"], "max_tokens"),
+        (["--top-k", "9999999999999"], "top_k must be an integer in [0 (off), 2147483647]"),
+        (["-n", "-2"], "--max-tokens (-n) must be -1 (no limit) or in [0, 2147483647], found -2"),
+        (["-n", str(2**31)], "--max-tokens (-n) must be -1"),
         (["--n-ctx", "0"], "n_ctx"),
         (["--n-ctx", "9999999999"], "n_ctx"),
         (["--n-ubatch", "0"], "n_ubatch"),
@@ -110,7 +112,18 @@ def test_a_full_cache_ends_the_text_with_an_error(invoke: Invoke, talker: Path) 
 def test_a_model_without_a_tokenizer_says_so(invoke: Invoke, shared: Path) -> None:
     result = invoke("run", shared / "models/llama-dense.gguf", "hello")
     assert result.exit_code == 1
-    assert "has no tokenizer" in result.stderr
+    assert "has no tokenizer: pass token ids instead of text, from Python only" in result.stderr
+
+
+def test_an_empty_place_is_not_the_current_folder(
+    invoke: Invoke, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for args in (["run", talker, "hello", "-n", "1"], ["chat", talker]):
+        result = invoke(*args, "--prompt-cache", "", stdin="")
+        assert result.exit_code == 1
+        assert result.stderr == "error: --prompt-cache is empty: name a folder or a URL\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_characters_that_the_terminal_lacks_are_replaced(

@@ -102,7 +102,30 @@ def test_a_slow_machine_gets_shorter_texts(talker: Path, monkeypatch: pytest.Mon
 def test_a_prompt_that_does_not_fit_is_an_error(invoke: Invoke, talker: Path) -> None:
     result = invoke("tour", talker, "--prompt", "x" * 300)
     assert result.exit_code == 1
-    assert "300 cells needed, 256 free" in result.stderr
+    assert "300 cells needed, 256 free: use a shorter --prompt" in result.stderr
+
+
+def test_an_empty_prompt_is_an_error(invoke: Invoke) -> None:
+    result = invoke("tour", "absent.gguf", "--prompt", "")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: --prompt is empty")
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_remarks_keep_their_indent(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr("kvcellar.cli.tour_steps.PATIENCE", 0.0)
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    with Model.from_gguf(talker, n_threads=1) as model:
+        context = model.context(n_ctx=256, n_seq_max=4)
+        Tour(context, Stage(console_for(stream), hurried=True), PROMPT).run()
+    text = stream.getvalue()
+    remark = text[text.index("     The cells are free") :].split("\n\n")[0]
+    assert " ".join(remark.split()).endswith("; shared ones stay as they are.")
+    assert remark.count("\n") == (width < 80)
+    assert all(re.match(r" {5}\S", line) for line in remark.splitlines())
 
 
 def test_a_missing_demo_model_says_how_to_get_it(

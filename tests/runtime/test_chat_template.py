@@ -67,7 +67,7 @@ def test_tools_are_passed_on() -> None:
 
 @pytest.mark.parametrize("source", [None, ""])
 def test_no_template_is_told_with_a_remedy(source: str | None) -> None:
-    with pytest.raises(TemplateError, match=r"no chat template: pass one"):
+    with pytest.raises(TemplateError, match=r"no chat template: use a plain prompt"):
         ChatTemplate(source)
 
 

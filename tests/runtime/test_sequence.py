@@ -13,6 +13,7 @@ from kvcellar.batch import Batch
 from kvcellar.errors import BatchError, CacheFull, ClosedError, OptionError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.runtime.sampler_options import SamplerOptions
 from kvcellar.types import Float32Array
 
 
@@ -199,6 +200,11 @@ def collect(stream: Iterator[str], pieces: list[str]) -> None:
     ("arguments", "named"),
     [
         ({"max_tokens": -1}, "max_tokens=-1"),
+        ({"max_tokens": 2**31}, "max_tokens=2147483648: must be in .0, 2147483647."),
+        ({"options": {"top_k": 3}}, "options must be None or made by SamplerOptions"),
+        ({"options": SamplerOptions}, "options must be None or made by SamplerOptions"),
+        ({"shift": 5}, "shift must be None or made by ContextShift"),
+        ({"stop": 5}, "stop must be a string or a list of strings, found 5"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_q": 1}, "top_q"),
         ({"stop": ""}, "stop"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,8 +86,8 @@ def test_no_stop_strings_hold_nothing_back() -> None:
     assert matcher.finish() == ""
 
 
-@pytest.mark.parametrize("stops", [[""], ["a", ""], [7], "END", [None]])
-def test_bad_stop_strings_are_refused(stops: list[str]) -> None:
+@pytest.mark.parametrize("stops", [[""], ["a", ""], [7], "END", [None], [["a"]], b"a", 5, None])
+def test_bad_stop_strings_are_refused(stops: Any) -> None:
     with pytest.raises(OptionError, match="stop"):
         StopMatcher(stops)
 

@@ -121,7 +121,10 @@ class Conversation:
         n_kept = _common(self.sequence.tokens, ids[:-1])
         size = self.context.spec.size
         if len(ids) > size:
-            raise CacheFull(len(ids) - n_kept, size - n_kept, "the conversation is too long")
+            # The last token of an answer may be in common and yet not have found a cell.
+            free = max(0, size - n_kept)
+            hint = "the conversation is too long, use a larger --n-ctx"
+            raise CacheFull(len(ids) - n_kept, free, hint)
         self.sequence.trim(len(self.sequence) - n_kept)
         return n_kept
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcellar.errors import CacheFull, OptionError
+
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sampler_options import SamplerOptions
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _SAMPLING, _CACHE = "Sampling", "Cache and computation"
 _PROMPTS = "Prompts computed before"
+_MOST_TOKENS = 2**31 - 1
 
 ModelName = Annotated[
     str,
@@ -72,10 +75,18 @@ NUbatch = Annotated[
 ]
 
 
+def _named(where: str | None) -> str | None:
+    """The place itself; an empty one, an unset variable perhaps, would be the current folder."""
+    if where == "":
+        raise OptionError("--prompt-cache is empty: name a folder or a URL")
+    return where
+
+
 PromptCacheAt = Annotated[
     str | None,
     typer.Option(
         "--prompt-cache",
+        callback=_named,
         metavar="DIR_OR_URL",
         help="Restore what is stored there of the prompt, and store what is computed.",
         rich_help_panel=_PROMPTS,
@@ -146,6 +157,9 @@ class Answering:
         stop: texts that end an answer.
         sampling: how tokens are chosen.
         n_ubatch: how many tokens of a prompt are computed at once.
+
+    Raises:
+        OptionError: no such number of tokens.
     """
 
     max_tokens: int
@@ -153,10 +167,22 @@ class Answering:
     sampling: SamplerOptions
     n_ubatch: int
 
+    def __post_init__(self) -> None:
+        if not -1 <= self.max_tokens <= _MOST_TOKENS:
+            allowed = f"-1 (no limit) or in [0, {_MOST_TOKENS}]"
+            raise OptionError(f"--max-tokens (-n) must be {allowed}, found {self.max_tokens}")
+
     def stream(self, sequence: Sequence) -> Iterator[str]:
-        """The answer to what a sequence holds."""
+        """The answer to what a sequence holds.
+
+        Raises:
+            CacheFull: no cell is left.
+        """
         limit = None if self.max_tokens == -1 else self.max_tokens
-        return sequence.stream(limit, stop=self.stop or (), options=self.sampling)
+        try:
+            yield from sequence.stream(limit, stop=self.stop or (), options=self.sampling)
+        except CacheFull as error:
+            raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error
 
 
 def sampling(

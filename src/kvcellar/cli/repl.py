@@ -84,7 +84,8 @@ class Repl:
             if line in self._commands:
                 self._commands[line]()
             elif line.startswith("/"):
-                note(f"no command {line.split()[0]}; /help lists those there are")
+                complain(f"no command {line.split()[0]}: /help lists those there are")
+                return False
             else:
                 self._answer(line)
         except CacheFull as error:

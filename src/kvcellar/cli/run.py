@@ -16,7 +16,6 @@ from kvcellar.cli.profile import print_profile
 from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.prompts import chat_ids, messages_of
 from kvcellar.cli.stats import print_stats
-from kvcellar.errors import CacheFull
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -109,12 +108,9 @@ def complete(
     """
     with Interrupt() as interrupt:
         done.reuse = read_tokens(done.sequence, ids, answering.n_ubatch, interrupt, prompts)
-        try:
-            for piece in answering.stream(done.sequence):
-                output.write(piece)
-                interrupt.check()
-        except CacheFull as error:
-            raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error
+        for piece in answering.stream(done.sequence):
+            output.write(piece)
+            interrupt.check()
 
 
 def _prompt_ids(context: Context, text: str, system: str | None, as_chat: bool) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvcellar.cli.console import clean, console_for
+from kvcellar.errors import CacheFull, OptionError
 from kvcellar.runtime.demo import DEMO_NAME
 
 N_CELLS = 256
@@ -34,12 +35,16 @@ def tour(
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
 
+    if not prompt:
+        raise OptionError("--prompt is empty: give the model something to go on with")
     stage = Stage(console_for(sys.stdout), hurried=fast)
     n_threads = idle_processors() if threads is None else threads
     with Model.from_gguf(find_model(model), n_threads=n_threads) as loaded:
         context = loaded.context(n_ctx=N_CELLS, n_seq_max=4)
         try:
             Tour(context, stage, clean(prompt)).run()
+        except CacheFull as error:
+            raise CacheFull(error.needed, error.free, "use a shorter --prompt") from error
         except KeyboardInterrupt:
             stage.say("")
             raise

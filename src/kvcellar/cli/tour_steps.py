@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from kvcellar.cli.cellmap import badge, cell_map, legend
@@ -120,7 +121,7 @@ class Tour:
             show(self._frame())
         self._report(
             cost,
-            "The cells are free for whoever comes next; those that are shared stay as they are.",
+            "The cells are free for whoever comes next; shared ones stay as they are.",
         )
 
     def _go_on_differently(self) -> None:
@@ -183,5 +184,5 @@ class Tour:
 
     def _report(self, cost: Cost, *remarks: str) -> None:
         for line in (str(cost), *remarks):
-            self._stage.say(Text(f"     {line}", "italic"))
+            self._stage.say(Padding(Text(line, "italic"), (0, 0, 0, 5), expand=False))
         self._stage.pause()

@@ -46,7 +46,8 @@ class ChatTemplate:
     ) -> None:
         if not source:
             raise TemplateError(
-                "the model has no chat template: pass one, or use a plain prompt instead"
+                "the model has no chat template: use a plain prompt, as kvcellar run does, "
+                "or in Python a ChatTemplate of your own"
             )
         if not isinstance(source, str):
             raise TemplateError(f"a chat template must be a string, found {describe(source)}")

@@ -25,10 +25,16 @@ def find_model(name: str | Path) -> Path:
     path = Path(name)
     if str(name) == DEMO_NAME and not path.exists():
         return _demo_path()
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ModelFileError(f"{name} {what}: give the path of a GGUF file, or {DEMO_NAME!r}")
+    if not str(name) or not path.is_file():
+        problem = _why_no_file(path) if str(name) else "no model is named"
+        raise ModelFileError(f"{problem}: give the path of a GGUF file, or {DEMO_NAME!r}")
     return path
+
+
+def _why_no_file(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a folder"
+    return f"{path} is no regular file" if path.exists() else f"{path} does not exist"
 
 
 def _demo_path() -> Path:

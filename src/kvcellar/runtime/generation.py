@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 FinishReason = Literal["length", "stop_token", "stop_string"]
 """Why a generation ended."""
@@ -39,10 +40,10 @@ class Generation:
     ) -> None:
         self._sequence = sequence
         self._limit = (
-            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31)
+            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31 - 1)
         )
-        self._matcher = StopMatcher([stop] if isinstance(stop, str) else list(stop))
-        self._shift = shift
+        self._matcher = StopMatcher([stop] if isinstance(stop, str) else stop)
+        self._shift = _checked("shift", shift, ContextShift)
         self._profile = sequence.context.profile
         self._sample = self._timed("sampling", Sampler(merge_options(options, sampling)).sample)
         self._tokenizer = sequence.context.model.tokenizer
@@ -91,11 +92,17 @@ def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> S
     """The options with single fields replaced; greedy is the default.
 
     Raises:
-        OptionError: no such option.
+        OptionError: no such option, or a value outside its range.
     """
-    base = SamplerOptions(temperature=0.0) if options is None else options
+    base = _checked("options", options, SamplerOptions) or SamplerOptions(temperature=0.0)
     known = [field.name for field in fields(SamplerOptions)]
     for name in sampling:
         if name not in known:
             raise OptionError(f"unknown sampling option {name!r}: known are {', '.join(known)}")
     return replace(base, **sampling)
+
+
+def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
+    if value is None or isinstance(value, kind):
+        return value
+    raise OptionError(f"{name} must be None or made by {kind.__name__}(...), found {value!r:.60}")

@@ -49,15 +49,16 @@ class SamplerOptions:
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, 0.0, _MAX_REAL, "0 or more, finite")
-        _check_int("top_k", self.top_k, 0, _MAX_INT, "0 (off) or more")
+        _check_int("top_k", self.top_k, 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
         _check_real("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
         _check_real("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         _check_real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
         for name in ("presence_penalty", "frequency_penalty"):
             _check_real(name, getattr(self, name), -1e3, 1e3, "in [-1000, 1000]")
-        _check_int("penalty_last_n", self.penalty_last_n, -1, _MAX_INT, "-1 (all), 0 (off) or more")
+        allowed = f"that is -1 (all) or in [0 (off), {_MAX_INT}]"
+        _check_int("penalty_last_n", self.penalty_last_n, -1, _MAX_INT, allowed)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1, "None or in [0, 2**64)")
+            _check_int("seed", self.seed, 0, 2**64 - 1, "in [0, 2**64), or None")
         object.__setattr__(self, "logit_bias", MappingProxyType(_check_bias(self.logit_bias)))
 
     @property
@@ -77,7 +78,7 @@ def _check_real(name: str, value: object, low: float, high: float, allowed: str)
 
 def _check_int(name: str, value: object, low: int, high: int, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise OptionError(f"{name} must be an integer, {allowed}, found {value!r}")
+        raise OptionError(f"{name} must be an integer {allowed}, found {value!r}")
 
 
 def _check_bias(bias: object) -> dict[int, float]:
@@ -85,7 +86,7 @@ def _check_bias(bias: object) -> dict[int, float]:
         raise OptionError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}")
     checked: dict[int, float] = {}
     for token, value in bias.items():
-        _check_int("a token id in logit_bias", token, 0, _MAX_INT, "0 or more")
+        _check_int("a token id in logit_bias", token, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
         if value not in (math.inf, -math.inf):
             _check_real(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS, "±inf or within ±1e9")
         checked[int(token)] = float(value)

@@ -21,7 +21,7 @@ class StopMatcher:
         stops: the strings; none of them empty.
 
     Raises:
-        OptionError: an empty stop string, or one that is no string.
+        OptionError: an empty stop string, one that is no string, or no list of them.
 
     Attributes:
         stopped: a stop string was found; further text is ignored.
@@ -30,7 +30,9 @@ class StopMatcher:
     def __init__(self, stops: Iterable[str] = ()) -> None:
         if isinstance(stops, str):
             raise OptionError(f"stop must be a list of strings, found the string {stops!r}")
-        self._stops = [_Stop(text) for text in dict.fromkeys(stops)]
+        if not isinstance(stops, Iterable):
+            raise OptionError(f"stop must be a string or a list of strings, found {stops!r}")
+        self._stops = [_Stop(text) for text in dict.fromkeys(map(_checked, stops))]
         self._held = ""
         self._end = 0  # position of the text seen so far, and of the end of what is held
         self.stopped = False
@@ -81,9 +83,7 @@ class StopMatcher:
 class _Stop:
     """One stop string: how much of it the text so far ends in (Knuth, Morris and Pratt)."""
 
-    def __init__(self, text: object) -> None:
-        if not isinstance(text, str) or not text:
-            raise OptionError(f"a stop string must be a non-empty str, found {text!r}")
+    def __init__(self, text: str) -> None:
         self._text = text
         self._fallback = _fallbacks(text)
         self._matched = 0
@@ -103,6 +103,12 @@ class _Stop:
     def begin(self, position: int) -> int:
         """Where the match begins that is found or may still come; the position if there is none."""
         return position - self._matched if self.found is None else self.found
+
+
+def _checked(text: object) -> str:
+    if not isinstance(text, str) or not text:
+        raise OptionError(f"a stop string must be a non-empty str, found {text!r}")
+    return text
 
 
 def _fallbacks(text: str) -> list[int]:

@@ -49,7 +49,9 @@ class NoEncoder:
     def encode(self, text: str, *, after_special: bool) -> list[int]:
         """Raises TokenizerError."""
         del text, after_special
-        raise TokenizerError("this model has no tokenizer: pass token ids instead of text")
+        raise TokenizerError(
+            "this model has no tokenizer: pass token ids instead of text, from Python only"
+        )
 
     def piece_bytes(self, text: str, kind: int) -> bytes:
         """Raises TokenizerError."""

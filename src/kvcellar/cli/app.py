@@ -1,0 +1,102 @@
+"""Which commands there are, and how every one of them ends.
+
+Exit codes: 0 done, 1 an error (one line on stderr, no traceback), 2 a wrong command line,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvcellar.cli import cache, chat, info, run, tour
+from kvcellar.cli.console import complain
+from kvcellar.cli.main import INTERRUPTED
+from kvcellar.errors import KVCellarError
+
+
+class Guarded(TyperGroup):
+    """A group of commands whose errors end in one line and an exit code."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Read the command line and do what it says; never returns."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            _abandon_stdout()
+            with suppress(OSError):  # stderr may be what failed
+                complain(f"input or output failed: {error}")
+            sys.exit(1)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        debug = ctx.params.get("debug")
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except KVCellarError as error:
+            if debug:
+                raise
+            complain(error)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            _abandon_stdout()
+            raise typer.Exit(1) from error
+        except OSError:
+            if debug:
+                traceback.print_exc()
+            raise
+        return result
+
+
+def _abandon_stdout() -> None:
+    """What is still buffered goes nowhere; it would fail again when the interpreter ends."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+app = typer.Typer(
+    cls=Guarded,
+    name="kvcellar",
+    help="Run GGUF models on a KV cache that you can see, fork and edit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(run.run)
+app.command()(chat.chat)
+app.command()(info.info)
+app.command()(tour.tour)
+app.add_typer(cache.app, name="cache")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from kvcellar import __version__
+
+        typer.echo(f"kvcellar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="KVCELLAR_DEBUG", help="Show the traceback of errors.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Say which it is."),
+    ] = False,
+) -> None:
+    """Run GGUF models on a KV cache that you can see, fork and edit."""
+    del debug, version  # the first is read where commands end
