@@ -1,9 +1,23 @@
-"""What every store refuses before it allocates: types that do not fit a cache's rows."""
+"""What every backend refuses: types that do not fit a cache's rows, positions beyond a table's."""
 
 from __future__ import annotations
 
-from kvcellar.errors import OptionError
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.errors import OptionError, PositionError
+from kvcellar.types import CacheSpec, Int32Array, KVType
+
+
+def check_learned(positions: Int32Array, n_positions: int) -> None:
+    """See that a model has learned all positions of a plan.
+
+    Raises:
+        PositionError: one is not below ``n_positions``.
+    """
+    last = int(positions.max(initial=-1))
+    if last >= n_positions:
+        raise PositionError(
+            f"position {last}: the model has learned {n_positions} positions, and no text can be "
+            "longer; start a new sequence"
+        )
 
 
 def check_types(spec: CacheSpec) -> None:
