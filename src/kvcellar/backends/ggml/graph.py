@@ -21,7 +21,7 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.plan import Plan
 from kvcellar.types import Float32Array
 
@@ -67,7 +67,10 @@ class GraphCache:
 
         Raises:
             AllocationError: the compute buffer cannot grow.
+            ClosedError: there is none any more.
         """
+        if self._allocator is None:
+            raise ClosedError(f"{_BUFFER} is closed with its context")
         if self._generation != self._memory.generation:
             self.invalidate()
         shape = Shape.of(plan)

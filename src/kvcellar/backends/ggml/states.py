@@ -17,7 +17,7 @@ from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.memory import StateSpec
 from kvcellar.types import Float32Array, Int64Array
 
@@ -45,7 +45,7 @@ class GgmlStateStore:
         self._api = load().api
         self.conv: list[int] = []
         self.ssm: list[int] = []
-        self._parts: list[Float32Array] = []  # in the order of a state's values
+        self._open: list[Float32Array] | None = []  # in the order of a state's values
         n_bytes = (spec.n_rows + 1) * spec.row_bytes
         check_available(BUFFER, n_bytes)
         try:
@@ -53,6 +53,12 @@ class GgmlStateStore:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _parts(self) -> list[Float32Array]:
+        if self._open is None:
+            raise ClosedError(f"{BUFFER} is closed with its context")
+        return self._open
 
     def read(self, rows: Int64Array) -> Float32Array:
         """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
@@ -78,7 +84,7 @@ class GgmlStateStore:
 
     def close(self) -> None:
         """Free the buffer; closing twice is fine."""
-        self._parts = []
+        self._open = None
         if self._buffer is not None:
             self._api.ggml_backend_buffer_free(self._buffer)
         if self._context is not None:
@@ -101,7 +107,7 @@ class GgmlStateStore:
         if self._buffer is None:
             raise AllocationError(f"{BUFFER} in {kind.name} memory", n_bytes)
         pairs = zip(self.conv, self.ssm, strict=True)
-        self._parts = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
+        self._open = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
         self.zero()
         _log.info("%s state buffer: %.2f MiB", kind.name, n_bytes / 2**20)
 
