@@ -371,8 +371,3 @@ def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not() is None
     monkeypatch.setenv(ENV, "off")
     assert ENV in (why_not() or "")
-
-
-def test_without_llvmlite_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "kvcellar[fast]" in (why_not() or "")
