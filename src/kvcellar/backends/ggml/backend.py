@@ -2,6 +2,10 @@
 
 One thread pool lives as long as the backend, so that a token costs no thread creation. The
 contexts of one model share it, with its scratch memory: graphs are computed one after the other.
+
+Threads do not survive a fork, nor does anybody release a lock that one of them held. So a process
+that was forked starts threads of its own when it first computes, takes turns under a lock of its
+own, and never touches those of its parent again.
 """
 
 from __future__ import annotations
@@ -43,18 +47,19 @@ class GgmlBackend:
             raise OptionError(f"n_threads={n_threads}: must be in [1, {MAX_THREADS}]")
         self.library: Library = load()
         self.api = self.library.api
-        self._handle = self.api.ggml_backend_cpu_init()
-        if not self._handle:
-            raise LibraryError("ggml's CPU backend does not start on this processor")
-        self._pool = self._start_pool()
-        self._turn = threading.Lock()
+        self._turns: dict[int, threading.Lock] = {}  # of each process
+        self._start()
 
-    def _start_pool(self) -> int | None:
+    def _start(self) -> None:
+        """Have threads in this process."""
+        handle = self.api.ggml_backend_cpu_init()
+        if not handle:
+            raise LibraryError("ggml's CPU backend does not start on this processor")
         params = self.api.ggml_threadpool_params_default(self.n_threads)
         pool: int | None = self.api.ggml_threadpool_new(c.byref(params))
-        self.api.ggml_backend_cpu_set_n_threads(self._handle, self.n_threads)
-        self.api.ggml_backend_cpu_set_threadpool(self._handle, pool)
-        return pool
+        self.api.ggml_backend_cpu_set_n_threads(handle, self.n_threads)
+        self.api.ggml_backend_cpu_set_threadpool(handle, pool)
+        self._handle, self._pool, self._process = handle, pool, os.getpid()
 
     def compute(self, graph: int) -> None:
         """Compute an allocated graph; calls from several threads take turns.
@@ -62,9 +67,12 @@ class GgmlBackend:
         Raises:
             ComputeError: ggml reports a failure or an abort.
         """
-        with self._turn:
+        process = os.getpid()
+        with self._turns.setdefault(process, threading.Lock()):
             if self._handle is None:
                 raise ClosedError("the backend is closed")
+            if self._process != process:
+                self._start()
             status = self.api.ggml_backend_graph_compute(self._handle, graph)
         if status == ABORTED:
             raise ComputeError("the computation was aborted")
@@ -73,12 +81,12 @@ class GgmlBackend:
 
     def close(self) -> None:
         """Stop the threads; closing twice is fine."""
-        if self._handle is None:
+        handle, self._handle = self._handle, None
+        if handle is None or self._process != os.getpid():
             return
-        self.api.ggml_backend_free(self._handle)
+        self.api.ggml_backend_free(handle)
         if self._pool:
             self.api.ggml_threadpool_free(self._pool)
-        self._handle = self._pool = None
 
     def __del__(self) -> None:
         self.close()
