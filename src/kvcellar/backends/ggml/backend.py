@@ -14,18 +14,17 @@ import ctypes as c
 import os
 import threading
 
+from kvcellar.backends.checks import MAX_THREADS, check_threads
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.errors import ClosedError, ComputeError, LibraryError, OptionError
-
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
+from kvcellar.errors import ClosedError, ComputeError, LibraryError
 
 
 def default_threads() -> int:
-    """The processors that this process may use."""
+    """The processors that this process may use, as far as ggml can."""
     if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+        return min(MAX_THREADS, max(1, len(os.sched_getaffinity(0))))
+    return min(MAX_THREADS, os.cpu_count() or 1)
 
 
 class GgmlBackend:
@@ -35,16 +34,14 @@ class GgmlBackend:
         n_threads: how many threads compute; all available processors when None.
 
     Raises:
-        OptionError: ``n_threads`` outside [1, 512].
+        OptionError: ``n_threads`` is no whole number, or outside [1, 512].
         LibraryError: libggml cannot be used.
     """
 
     _handle: int | None = None
 
     def __init__(self, n_threads: int | None = None) -> None:
-        self.n_threads = default_threads() if n_threads is None else n_threads
-        if not 1 <= self.n_threads <= MAX_THREADS:
-            raise OptionError(f"n_threads={n_threads}: must be in [1, {MAX_THREADS}]")
+        self.n_threads = check_threads(n_threads) or default_threads()
         self.library: Library = load()
         self.api = self.library.api
         self._turns: dict[int, threading.Lock] = {}  # of each process
