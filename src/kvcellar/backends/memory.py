@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvcellar.backends.zeros import owed_bytes
 from kvcellar.errors import AllocationError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -19,10 +20,10 @@ def check_available(buffer: str, n_bytes: int) -> None:
     """Refuse what does not fit: systems that overcommit would kill the process later.
 
     Raises:
-        AllocationError: more than what is available.
+        AllocationError: more than what is available and not promised already.
     """
     available = available_bytes()
-    if available is not None and n_bytes > available:
+    if available is not None and n_bytes > available - owed_bytes():
         raise AllocationError(buffer, n_bytes)
 
 

@@ -12,7 +12,7 @@ import logging
 import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
-from kvcellar.backends.ggml.buffers import BufferType, HostBufferType
+from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
@@ -38,7 +38,7 @@ class GgmlStateStore:
     """
 
     _context: int | None = None
-    _buffer: int | None = None
+    _buffer: Buffer | None = None
 
     def __init__(self, spec: StateSpec, buffer_type: BufferType | None = None) -> None:
         self.spec = spec
@@ -86,7 +86,7 @@ class GgmlStateStore:
         """Free the buffer; closing twice is fine."""
         self._open = None
         if self._buffer is not None:
-            self._api.ggml_backend_buffer_free(self._buffer)
+            self._buffer.close()
         if self._context is not None:
             self._api.ggml_free(self._context)
         self._buffer = self._context = None
@@ -108,7 +108,6 @@ class GgmlStateStore:
             raise AllocationError(f"{BUFFER} in {kind.name} memory", n_bytes)
         pairs = zip(self.conv, self.ssm, strict=True)
         self._open = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
-        self.zero()
         _log.info("%s state buffer: %.2f MiB", kind.name, n_bytes / 2**20)
 
     def _declare(self, name: str, n: int) -> int:
