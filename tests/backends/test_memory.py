@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcellar.backends import memory
@@ -21,6 +22,24 @@ def test_what_does_not_fit_is_named_with_its_size(monkeypatch: pytest.MonkeyPatc
         memory.check_available("a test", 2**21)
     assert caught.value.buffer == "a test"
     assert caught.value.n_bytes == 2**21
+
+
+def test_scratch_memory_is_zero_and_of_the_type_asked_for() -> None:
+    made = memory.scratch("a test", 3, np.int32)
+    assert made.dtype.name == "int32"
+    assert made.tolist() == [0, 0, 0]
+
+
+def test_scratch_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 2**20 - 1)
+    memory.scratch("a test", 2**20 - 1, np.float32)
+    with pytest.raises(AllocationError, match=r"cannot allocate 4\.0 MiB for a test"):
+        memory.scratch("a test", 2**20, np.float32)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    for n in (2**60, 2**62):  # more than there is, more than an array may have
+        with pytest.raises(AllocationError, match="for a test") as caught:
+            memory.scratch("a test", n, np.int32)
+        assert caught.value.n_bytes == 4 * n
 
 
 def test_a_system_that_does_not_say_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

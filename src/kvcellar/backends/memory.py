@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcellar.backends.zeros import owed_bytes
 from kvcellar.errors import AllocationError
+
+T = TypeVar("T", bound=np.generic)
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -25,6 +31,20 @@ def check_available(buffer: str, n_bytes: int) -> None:
     available = available_bytes()
     if available is not None and n_bytes > available - owed_bytes():
         raise AllocationError(buffer, n_bytes)
+
+
+def scratch(buffer: str, n: int, dtype: type[T]) -> npt.NDArray[T]:
+    """So many zeros to work on.
+
+    Raises:
+        AllocationError: they cannot be had.
+    """
+    n_bytes = n * np.dtype(dtype).itemsize
+    check_available(buffer, n_bytes)
+    try:
+        return np.zeros(n, dtype)
+    except (MemoryError, ValueError):
+        raise AllocationError(buffer, n_bytes) from None
 
 
 def _meminfo_available() -> int | None:
