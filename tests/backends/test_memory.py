@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,12 @@ import pytest
 
 from kvcellar.backends import memory
 from kvcellar.errors import AllocationError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever other tests have left open."""
+    monkeypatch.setattr(memory, "owed_bytes", lambda: 0)
 
 
 def test_what_fits_is_allowed() -> None:
@@ -40,6 +48,48 @@ def test_scratch_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPa
         with pytest.raises(AllocationError, match="for a test") as caught:
             memory.scratch("a test", n, np.int32)
         assert caught.value.n_bytes == 4 * n
+
+
+class Holder:
+    """Holds memory, and itself."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.me, self.taken = self, taken
+        taken.append(2**20)
+
+    def __del__(self) -> None:
+        self.taken.pop()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What is in use of 2.5 MiB; nothing is collected unasked."""
+    found: list[int] = []
+    monkeypatch.setattr(memory, "available_bytes", lambda: 5 * 2**19 - sum(found))
+    gc.collect()
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def test_garbage_is_collected_before_anything_is_refused(taken: list[int]) -> None:
+    for _ in range(5):
+        memory.check_available("a test", 2**20)
+        Holder(taken)
+    assert len(taken) < 5
+
+
+def test_nothing_is_collected_where_there_is_room(taken: list[int]) -> None:
+    Holder(taken)
+    memory.check_available("a test", 2**20)
+    assert len(taken) == 1
+
+
+def test_what_is_no_garbage_still_counts(taken: list[int]) -> None:
+    held = [Holder(taken), Holder(taken)]
+    with pytest.raises(AllocationError):
+        memory.check_available("a test", 2**20)
+    assert len(taken) == len(held)
 
 
 def test_a_system_that_does_not_say_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,8 +29,10 @@ def check_available(buffer: str, n_bytes: int) -> None:
     Raises:
         AllocationError: more than what is available and not promised already.
     """
-    available = available_bytes()
-    if available is not None and n_bytes > available - owed_bytes():
+    if _fits(n_bytes):
+        return
+    gc.collect()  # contexts that were dropped are in cycles with their sequences
+    if not _fits(n_bytes):
         raise AllocationError(buffer, n_bytes)
 
 
@@ -45,6 +48,11 @@ def scratch(buffer: str, n: int, dtype: type[T]) -> npt.NDArray[T]:
         return np.zeros(n, dtype)
     except (MemoryError, ValueError):
         raise AllocationError(buffer, n_bytes) from None
+
+
+def _fits(n_bytes: int) -> bool:
+    available = available_bytes()
+    return available is None or n_bytes <= available - owed_bytes()
 
 
 def _meminfo_available() -> int | None:
