@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,22 @@ def test_a_forked_process_writes_into_its_own(held: ZeroedMemory) -> None:
     assert not values.any()
 
 
+@pytest.mark.parametrize("platform", [sys.platform, "elsewhere"])
+def test_zeroing_is_as_if_nothing_had_been_written(
+    held: ZeroedMemory, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    values = _values(held)
+    values[:] = 7
+    held.zero()
+    assert not values.any()
+    values[3] = 1
+    assert values.sum() == 1
+    del values
+    held.close()
+    held.zero()
+
+
 @needs_pages
 def test_promises_count_as_taken(held: ZeroedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     owed = owed_bytes()
@@ -135,11 +152,16 @@ def test_a_store_costs_what_is_in_it() -> None:
     store.resize(2**18, cells, cells)
     assert store.read(3, "k", cells).all()
     assert _resident() - before < 128 * MIB
+    owed = owed_bytes()
+    store.zero()
+    assert not store.read_raw(3, "k", cells).any()
+    assert owed_bytes() > owed
     store.close()
 
 
 @needs_pages
 def test_two_stores_do_not_get_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
     free = owed_bytes() + 3 * SPEC.n_bytes // 2
     monkeypatch.setattr(memory_module, "available_bytes", lambda: free)
     store = GgmlStore(SPEC)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
+from contextlib import suppress
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -40,6 +42,16 @@ class ZeroedMemory:
         pages = np.ones(-(-self.n_bytes // mmap.PAGESIZE), np.uint8)
         _ask_resident(self.address, self.n_bytes, pages)
         return int(np.count_nonzero(pages & 1 == 0)) * mmap.PAGESIZE
+
+    def zero(self) -> None:
+        """Have zeros again, as if nothing had been written."""
+        if self._map is None:
+            return
+        if sys.platform == "linux":  # elsewhere this is advice that may be ignored
+            with suppress(OSError):  # locked memory is kept
+                self._map.madvise(mmap.MADV_DONTNEED)
+                return
+        ctypes.memset(self.address, 0, self.n_bytes)
 
     def close(self) -> None:
         """Give it back; closing twice is fine."""

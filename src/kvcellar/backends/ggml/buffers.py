@@ -38,6 +38,13 @@ class Buffer:
     handle: int
     memory: ZeroedMemory | None = None
 
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        if self.memory is None:
+            load().api.ggml_backend_buffer_clear(self.handle, 0)
+        else:
+            self.memory.zero()
+
     def close(self) -> None:
         """Free both."""
         load().api.ggml_backend_buffer_free(self.handle)
@@ -147,7 +154,7 @@ class KVBuffers:
     def zero(self) -> None:
         """Set every byte to zero."""
         for buffer in self.buffers:
-            self._api.ggml_backend_buffer_clear(buffer.handle, 0)
+            buffer.zero()
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
