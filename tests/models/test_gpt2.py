@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError, PositionError
+from kvcellar.runtime.model import Model
+from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.uncached import uncached_logits
-from tests.models.tiny import N_EMBD, load, tensors
+from tests.models.tiny import N_EMBD, load, metadata, tensors
 
 TEXT = [3, 1, 4, 1, 5]
 
@@ -27,6 +31,27 @@ def test_a_position_that_was_not_learned_is_refused() -> None:
     assert len(uncached_logits(model, [1] * 40)) == 40
     with pytest.raises(PositionError, match="position 40: the model has learned 40 positions"):
         uncached_logits(model, [1] * 41)
+
+
+@pytest.mark.parametrize("backend", ["ggml", "numpy"])
+def test_a_text_cannot_outgrow_the_positions(tmp_path: Path, backend: str) -> None:
+    """Neither token by token nor in the last microbatch of a prompt; what there was goes on."""
+    path = write_gguf(tmp_path / "tiny.gguf", metadata("gpt2"), tensors("gpt2"))
+    with (
+        Model.from_gguf(path, n_threads=1, backend=backend) as model,
+        model.context(n_ctx=96, n_ubatch=16) as context,
+    ):
+        short = context.sequence([7] * 39)
+        with pytest.raises(PositionError, match=r"position 40: .* learned 40 positions"):
+            short.append([1, 2])
+        with pytest.raises(PositionError, match="start a new sequence"):
+            context.sequence([1] * 41)
+        assert (len(short), context.cache.used) == (39, 39)
+        short.append([1])
+        expected = uncached_logits(load("gpt2"), [7] * 39 + [1])[-1]
+        np.testing.assert_allclose(short.logits, expected, rtol=2e-2, atol=2e-2)
+        with pytest.raises(PositionError, match="position 40"):
+            short.append([2])
 
 
 def test_a_position_is_added_to_its_token() -> None:

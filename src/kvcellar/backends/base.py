@@ -76,7 +76,7 @@ class KVStore(Protocol):
         """
 
     def close(self) -> None:
-        """Give the buffers back; the store is of no use afterwards."""
+        """Give the buffers back; every other verb raises ClosedError afterwards."""
 
 
 class StateStore(Protocol):
@@ -102,7 +102,7 @@ class StateStore(Protocol):
         """Set every byte to zero."""
 
     def close(self) -> None:
-        """Give the buffers back; the store is of no use afterwards."""
+        """Give the buffers back; every other verb raises ClosedError afterwards."""
 
 
 class Executor(Protocol):

@@ -1,9 +1,47 @@
-"""What every store refuses before it allocates: types that do not fit a cache's rows."""
+"""What every backend refuses.
+
+Types that do not fit a cache's rows, positions beyond a table's, and what is no number of threads.
+"""
 
 from __future__ import annotations
 
-from kvcellar.errors import OptionError
-from kvcellar.types import CacheSpec, KVType
+import operator
+
+from kvcellar.errors import OptionError, PositionError
+from kvcellar.types import CacheSpec, Int32Array, KVType
+
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+
+
+def check_threads(n_threads: int | None) -> int | None:
+    """The number of threads as an int; None stays.
+
+    Raises:
+        OptionError: no whole number, or outside [1, 512].
+    """
+    if n_threads is None:
+        return None
+    try:
+        number = operator.index(n_threads)
+    except TypeError:
+        raise OptionError(f"n_threads={n_threads!r}: must be a whole number, or None") from None
+    if isinstance(n_threads, bool) or not 1 <= number <= MAX_THREADS:
+        raise OptionError(f"n_threads={n_threads!r}: must be in [1, {MAX_THREADS}]")
+    return number
+
+
+def check_learned(positions: Int32Array, n_positions: int) -> None:
+    """See that a model has learned all positions of a plan.
+
+    Raises:
+        PositionError: one is not below ``n_positions``.
+    """
+    last = int(positions.max(initial=-1))
+    if last >= n_positions:
+        raise PositionError(
+            f"position {last}: the model has learned {n_positions} positions, and no text can be "
+            "longer; start a new sequence"
+        )
 
 
 def check_types(spec: CacheSpec) -> None:

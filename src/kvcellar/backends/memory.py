@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from kvcellar.backends.zeros import owed_bytes
 from kvcellar.errors import AllocationError
+
+T = TypeVar("T", bound=np.generic)
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -19,11 +27,32 @@ def check_available(buffer: str, n_bytes: int) -> None:
     """Refuse what does not fit: systems that overcommit would kill the process later.
 
     Raises:
-        AllocationError: more than what is available.
+        AllocationError: more than what is available and not promised already.
     """
-    available = available_bytes()
-    if available is not None and n_bytes > available:
+    if _fits(n_bytes):
+        return
+    gc.collect()  # contexts that were dropped are in cycles with their sequences
+    if not _fits(n_bytes):
         raise AllocationError(buffer, n_bytes)
+
+
+def scratch(buffer: str, n: int, dtype: type[T]) -> npt.NDArray[T]:
+    """So many zeros to work on.
+
+    Raises:
+        AllocationError: they cannot be had.
+    """
+    n_bytes = n * np.dtype(dtype).itemsize
+    check_available(buffer, n_bytes)
+    try:
+        return np.zeros(n, dtype)
+    except (MemoryError, ValueError):
+        raise AllocationError(buffer, n_bytes) from None
+
+
+def _fits(n_bytes: int) -> bool:
+    available = available_bytes()
+    return available is None or n_bytes <= available - owed_bytes()
 
 
 def _meminfo_available() -> int | None:

@@ -110,8 +110,7 @@ class Model:
             OptionError: an argument outside its range, or a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
         """
-        if self._closed:
-            raise ClosedError(f"the model {self.path.name} is closed")
+        self._check_open()
         options = ContextOptions(
             n_ctx,
             n_seq_max,
@@ -138,7 +137,11 @@ class Model:
         """A hash of all that is computed with; of a new file, all of it is read once.
 
         See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
+
+        Raises:
+            ClosedError: the model is closed, and nobody has asked before.
         """
+        self._check_open()
         return weights_hash(self._file, self._stamp)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
@@ -174,6 +177,10 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the model {self.path.name} is closed")
 
     def __repr__(self) -> str:
         spec = self.spec

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import gc
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.backend import MAX_THREADS, GgmlBackend, default_threads
+from kvcellar.backends.checks import MAX_THREADS
+from kvcellar.backends.ggml.backend import GgmlBackend, default_threads
 from kvcellar.backends.ggml.binding import ABORTED
 from kvcellar.errors import ClosedError, ComputeError, OptionError
+from kvcellar.runtime.model import Model
 from kvcellar.testing.plans import causal_plan
 from tests.backends.helpers import Rig
 
 
-@pytest.mark.parametrize("n_threads", [0, -1, MAX_THREADS + 1])
+@pytest.mark.parametrize("n_threads", [0, -1, MAX_THREADS + 1, True, False, 2**70])
 def test_thread_counts_out_of_range_are_refused(n_threads: int) -> None:
     with pytest.raises(OptionError, match=rf"n_threads={n_threads}: must be in \[1, 512\]"):
         GgmlBackend(n_threads)
+
+
+@pytest.mark.parametrize("backend", ["ggml", "numpy"])
+@pytest.mark.parametrize("n_threads", [1.5, 2.0, "2", [1], np.float32(1)])
+@pytest.mark.filterwarnings("error")  # what __del__ raises is but a warning
+def test_what_is_no_whole_number_is_refused(rig: Rig, backend: str, n_threads: Any) -> None:
+    named = re.escape(f"n_threads={n_threads!r}: must be a whole number")
+    with pytest.raises(OptionError, match=named):
+        Model.from_gguf(rig.file.path, n_threads=n_threads, backend=backend)
+    gc.collect()
+
+
+def test_whole_numbers_of_any_kind_are_taken() -> None:
+    backend = GgmlBackend(np.int64(2))
+    assert (backend.n_threads, type(backend.n_threads)) == (2, int)
+    backend.close()
+
+
+def test_no_more_threads_are_the_default_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(1000)), raising=False)
+    assert default_threads() == MAX_THREADS
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert default_threads() == 1
 
 
 def test_by_default_all_processors_are_used() -> None:

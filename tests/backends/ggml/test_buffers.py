@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.buffers import HostBufferType, KVBuffers, layer_buffer_types
+from kvcellar.backends.ggml.buffers import Buffer, HostBufferType, KVBuffers, layer_buffer_types
 from kvcellar.backends.ggml.layout import RowMajor
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.store import GgmlStore
@@ -27,7 +27,7 @@ class FakeType:
     has_memory: bool = True
     contexts: list[int] = field(default_factory=list)
 
-    def allocate(self, context: int) -> int | None:
+    def allocate(self, context: int) -> Buffer | None:
         self.contexts.append(context)
         return HostBufferType().allocate(context) if self.has_memory else None
 
@@ -84,10 +84,10 @@ class TestAllocation:
     def test_there_is_one_a_buffer_type_with_its_layers(self) -> None:
         a, b = FakeType("a"), FakeType("b")
         buffers = KVBuffers(SPEC, (a, b, a))
-        assert (len(a.contexts), len(b.contexts), len(buffers.handles)) == (1, 1, 2)
+        assert (len(a.contexts), len(b.contexts), len(buffers.buffers)) == (1, 1, 2)
         assert len({*buffers.k, *buffers.v}) == 6
         api = load().api
-        sizes = [api.ggml_backend_buffer_get_size(handle) for handle in buffers.handles]
+        sizes = [api.ggml_backend_buffer_get_size(each.handle) for each in buffers.buffers]
         wanted = [SPEC.k_bytes(i) + SPEC.v_bytes(i) for i in range(3)]
         assert sizes[0] >= wanted[0] + wanted[2]
         assert sizes[1] >= wanted[1]

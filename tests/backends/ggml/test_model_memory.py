@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvcellar.backends.ggml import model_memory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.inputs import Shape
 from kvcellar.backends.ggml.kernel.attention import why_no_kernel
@@ -220,4 +222,24 @@ def test_what_was_opened_before_a_failure_is_closed(closed: list[GgmlStore], fai
     with pytest.raises(AllocationError):
         GgmlMemory.open(spec, backend)
     assert len(closed) == (1 if failing == "second group" else 2)
+    backend.close()
+
+
+@pytest.mark.parametrize("part", ["AttentionKernel", "Products", "GgmlStateStore"])
+def test_it_is_closed_if_there_is_no_memory_to_work_on(
+    closed: list[GgmlStore], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AllocationError(part, 1)
+
+    monkeypatch.setattr(model_memory, "why_no_kernel", lambda _: None)
+    monkeypatch.setattr(model_memory, "why_no_products", lambda: None)
+    monkeypatch.setattr(model_memory, "AttentionKernel", lambda *_: None)
+    monkeypatch.setattr(model_memory, "Products", lambda *_: None)
+    monkeypatch.setattr(model_memory, part, refuse)
+    backend, spec = GgmlBackend(1), _spec(KVType.F16)
+    states = StateSpec(1, 1, (StateLayer(3),))
+    with pytest.raises(AllocationError, match=part):
+        GgmlMemory.open(replace(spec, states=states), backend, kernel=True, products=True)
+    assert len(closed) == len(spec.groups) > 0
     backend.close()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from kvcellar.backends.operations import Ops
+from kvcellar.errors import PositionError
 from kvcellar.types import KVType
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
@@ -154,6 +155,15 @@ def test_rows_of_positions(bench: Bench, kind: KVType) -> None:
         plan_of(np.ones((4, 8)), positions=positions),
     )
     np.testing.assert_array_equal(got, table[positions] + 1)
+
+
+def test_a_position_without_a_row_is_refused_before_ggml_looks_for_it(bench: Bench) -> None:
+    t = bench.weight(rows(20, 8))
+    executor = bench.executor(lambda ops, x: ops.add(ops.embed_positions(t), x))
+    for positions in ([20], [19, 3, 2**31 - 1]):
+        x = np.ones((len(positions), 8))
+        with pytest.raises(PositionError, match=rf"position {max(positions)}: .* 20 positions"):
+            executor.run(plan_of(x, positions=positions))
 
 
 def test_pieces_must_be_the_whole(bench: Bench) -> None:

@@ -83,11 +83,22 @@ def test_an_allocation_that_fails_leaves_nothing_behind(monkeypatch: pytest.Monk
         free(context)
 
     monkeypatch.setattr(buffers_module, "check_available", lambda *_: None)
-    monkeypatch.setattr(api, "ggml_backend_alloc_ctx_tensors_from_buft", lambda *_: None)
+    monkeypatch.setattr(buffers_module, "ZeroedMemory", _no_memory)
     monkeypatch.setattr(api, "ggml_free", count_and_free)
     with pytest.raises(AllocationError):
         GgmlStore(CacheSpec(8, 1, LAYERS))
     assert len(freed) == 1
+
+
+def _fill(store: GgmlStore) -> None:
+    cells = np.arange(store.spec.size)
+    for i, layer in enumerate(store.spec.layers):
+        k, v = (np.ones((len(cells), n), np.float32) for n in (layer.n_embd_k, layer.n_embd_v))
+        store.write(i, cells, k, v)
+
+
+def _no_memory(_: int) -> None:
+    raise MemoryError
 
 
 def test_stores_give_their_memory_back() -> None:
@@ -103,5 +114,8 @@ def test_stores_give_their_memory_back() -> None:
 
     before = resident()
     for _ in range(4):
-        GgmlStore(spec).close()
+        store = GgmlStore(spec)
+        _fill(store)  # it takes no room before
+        assert resident() - before > 0.9 * spec.n_bytes
+        store.close()
     assert resident() - before < spec.n_bytes

@@ -2,6 +2,10 @@
 
 One thread pool lives as long as the backend, so that a token costs no thread creation. The
 contexts of one model share it, with its scratch memory: graphs are computed one after the other.
+
+Threads do not survive a fork, nor does anybody release a lock that one of them held. So a process
+that was forked starts threads of its own when it first computes, takes turns under a lock of its
+own, and never touches those of its parent again.
 """
 
 from __future__ import annotations
@@ -10,18 +14,17 @@ import ctypes as c
 import os
 import threading
 
+from kvcellar.backends.checks import MAX_THREADS, check_threads
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.errors import ClosedError, ComputeError, LibraryError, OptionError
-
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
+from kvcellar.errors import ClosedError, ComputeError, LibraryError
 
 
 def default_threads() -> int:
-    """The processors that this process may use."""
+    """The processors that this process may use, as far as ggml can."""
     if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+        return min(MAX_THREADS, max(1, len(os.sched_getaffinity(0))))
+    return min(MAX_THREADS, os.cpu_count() or 1)
 
 
 class GgmlBackend:
@@ -31,30 +34,29 @@ class GgmlBackend:
         n_threads: how many threads compute; all available processors when None.
 
     Raises:
-        OptionError: ``n_threads`` outside [1, 512].
+        OptionError: ``n_threads`` is no whole number, or outside [1, 512].
         LibraryError: libggml cannot be used.
     """
 
     _handle: int | None = None
 
     def __init__(self, n_threads: int | None = None) -> None:
-        self.n_threads = default_threads() if n_threads is None else n_threads
-        if not 1 <= self.n_threads <= MAX_THREADS:
-            raise OptionError(f"n_threads={n_threads}: must be in [1, {MAX_THREADS}]")
+        self.n_threads = check_threads(n_threads) or default_threads()
         self.library: Library = load()
         self.api = self.library.api
-        self._handle = self.api.ggml_backend_cpu_init()
-        if not self._handle:
-            raise LibraryError("ggml's CPU backend does not start on this processor")
-        self._pool = self._start_pool()
-        self._turn = threading.Lock()
+        self._turns: dict[int, threading.Lock] = {}  # of each process
+        self._start()
 
-    def _start_pool(self) -> int | None:
+    def _start(self) -> None:
+        """Have threads in this process."""
+        handle = self.api.ggml_backend_cpu_init()
+        if not handle:
+            raise LibraryError("ggml's CPU backend does not start on this processor")
         params = self.api.ggml_threadpool_params_default(self.n_threads)
         pool: int | None = self.api.ggml_threadpool_new(c.byref(params))
-        self.api.ggml_backend_cpu_set_n_threads(self._handle, self.n_threads)
-        self.api.ggml_backend_cpu_set_threadpool(self._handle, pool)
-        return pool
+        self.api.ggml_backend_cpu_set_n_threads(handle, self.n_threads)
+        self.api.ggml_backend_cpu_set_threadpool(handle, pool)
+        self._handle, self._pool, self._process = handle, pool, os.getpid()
 
     def compute(self, graph: int) -> None:
         """Compute an allocated graph; calls from several threads take turns.
@@ -62,9 +64,12 @@ class GgmlBackend:
         Raises:
             ComputeError: ggml reports a failure or an abort.
         """
-        with self._turn:
+        process = os.getpid()
+        with self._turns.setdefault(process, threading.Lock()):
             if self._handle is None:
                 raise ClosedError("the backend is closed")
+            if self._process != process:
+                self._start()
             status = self.api.ggml_backend_graph_compute(self._handle, graph)
         if status == ABORTED:
             raise ComputeError("the computation was aborted")
@@ -73,12 +78,12 @@ class GgmlBackend:
 
     def close(self) -> None:
         """Stop the threads; closing twice is fine."""
-        if self._handle is None:
+        handle, self._handle = self._handle, None
+        if handle is None or self._process != os.getpid():
             return
-        self.api.ggml_backend_free(self._handle)
+        self.api.ggml_backend_free(handle)
         if self._pool:
             self.api.ggml_threadpool_free(self._pool)
-        self._handle = self._pool = None
 
     def __del__(self) -> None:
         self.close()

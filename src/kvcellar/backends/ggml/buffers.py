@@ -4,7 +4,8 @@ A layer's tensors lie in the buffer type of the device that runs it, or in the h
 are not offloaded (:func:`layer_buffer_types`). ggml's prebuilt libraries know one such type, the
 host's memory; what is done with several is the same.
 
-1. Buffers are cleared to zero, so that padding never holds a NaN.
+1. Buffers are zero, so that padding never holds a NaN. They take no room until they are written:
+   a context for long texts costs what is in it.
 2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
 3. Sizes are logged.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvcellar.backends.base import Part
@@ -20,12 +22,34 @@ from kvcellar.backends.ggml.binding import InitParams
 from kvcellar.backends.ggml.layout import CellRows, ChannelMajor, NoRows, RowMajor
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import check_available
+from kvcellar.backends.zeros import ZeroedMemory
 from kvcellar.errors import AllocationError, NotSupported, OptionError
 from kvcellar.types import CacheSpec
 
 BUFFER = "the K/V buffer"
 _MIB = 2**20
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer of ggml, and the memory it lies in if ggml does not own that."""
+
+    handle: int
+    memory: ZeroedMemory | None = None
+
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        if self.memory is None:
+            load().api.ggml_backend_buffer_clear(self.handle, 0)
+        else:
+            self.memory.zero()
+
+    def close(self) -> None:
+        """Free both."""
+        load().api.ggml_backend_buffer_free(self.handle)
+        if self.memory is not None:
+            self.memory.close()
 
 
 class BufferType(Protocol):
@@ -39,22 +63,34 @@ class BufferType(Protocol):
     def is_host(self) -> bool:
         """Whether the host can read and write it at an address."""
 
-    def allocate(self, context: int) -> int | None:
-        """A buffer for all tensors of a ggml context, which then lie in it; None: no memory."""
+    def allocate(self, context: int) -> Buffer | None:
+        """Zeros for all tensors of a ggml context, which then lie in them; None: no memory."""
 
 
 class HostBufferType:
-    """Ordinary memory."""
+    """Ordinary memory, which the system gives when it is first written."""
 
     name = "CPU"
     is_host = True
 
-    def allocate(self, context: int) -> int | None:
-        """A buffer for all tensors of a context."""
+    def allocate(self, context: int) -> Buffer | None:
+        """A buffer for all tensors of a context, one behind the other."""
         api = load().api
-        kind = api.ggml_backend_cpu_buffer_type()
-        buffer: int | None = api.ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
-        return buffer or None
+        unit = api.ggml_backend_buft_get_alignment(api.ggml_backend_cpu_buffer_type())
+        tensors, ends = [], [0]
+        tensor = api.ggml_get_first_tensor(context)
+        while tensor:
+            tensors.append(tensor)
+            ends.append(ends[-1] + -(-api.ggml_nbytes(tensor) // unit) * unit)
+            tensor = api.ggml_get_next_tensor(context, tensor)
+        try:
+            memory = ZeroedMemory(ends[-1])
+        except MemoryError:
+            return None
+        handle = api.ggml_backend_cpu_buffer_from_ptr(memory.address, memory.n_bytes)
+        for tensor, start in zip(tensors, ends, strict=False):
+            api.ggml_backend_tensor_alloc(handle, tensor, memory.address + start)
+        return Buffer(handle, memory)
 
 
 def layer_buffer_types(
@@ -86,7 +122,7 @@ class KVBuffers:
         v: address of each layer's V tensor, ``[size, n_embd_v]`` or ``[n_embd_v, size]``; 0 where
             V is part of K.
         rows: access to the rows of both by cell, for each layer.
-        handles: the ggml buffers, one a buffer type.
+        buffers: where they lie, one a buffer type.
 
     Raises:
         AllocationError: a buffer cannot be had; nothing is left behind.
@@ -94,7 +130,7 @@ class KVBuffers:
 
     def __init__(self, spec: CacheSpec, types: Sequence[BufferType]) -> None:
         self._contexts: list[int] = []
-        self.handles: list[int] = []
+        self.buffers: list[Buffer] = []
         for kind in types:
             if not kind.is_host:
                 raise NotSupported(f"K and V in {kind.name} memory: rows are reached by address")
@@ -117,14 +153,14 @@ class KVBuffers:
 
     def zero(self) -> None:
         """Set every byte to zero."""
-        for buffer in self.handles:
-            self._api.ggml_backend_buffer_clear(buffer, 0)
+        for buffer in self.buffers:
+            buffer.zero()
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
         self.rows = {"k": [], "v": []}
-        while self.handles:
-            self._api.ggml_backend_buffer_free(self.handles.pop())
+        while self.buffers:
+            self.buffers.pop().close()
         while self._contexts:
             self._api.ggml_free(self._contexts.pop())
 
@@ -138,8 +174,7 @@ class KVBuffers:
         buffer = kind.allocate(self._declare(layers))
         if buffer is None:
             raise AllocationError(f"{BUFFER} in {kind.name} memory", n_k + n_v)
-        self.handles.append(buffer)
-        self._api.ggml_backend_buffer_clear(buffer, 0)
+        self.buffers.append(buffer)
         _log.info(
             "%s K/V buffer: %.2f MiB for %d layers of %d cells, K (%s) %.2f MiB, V (%s) %.2f MiB",
             *(kind.name, (n_k + n_v) / _MIB, len(layers), spec.size),

@@ -21,7 +21,7 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.plan import Plan
 from kvcellar.types import Float32Array
 
@@ -67,7 +67,10 @@ class GraphCache:
 
         Raises:
             AllocationError: the compute buffer cannot grow.
+            ClosedError: there is none any more.
         """
+        if self._allocator is None:
+            raise ClosedError(f"{_BUFFER} is closed with its context")
         if self._generation != self._memory.generation:
             self.invalidate()
         shape = Shape.of(plan)
@@ -128,14 +131,16 @@ class GraphCache:
         inputs = Inputs.declare(api, context, shape, specs)
         graph = api.ggml_new_graph_custom(context, n_nodes, False)
         target = Target(api, context, graph)
-        logits = self._forward(GgmlOps(target, inputs, self._memory, self._constants, plan))
+        ops = GgmlOps(target, inputs, self._memory, self._constants, plan)
+        logits = self._forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
             api.ggml_build_forward_expand(graph, logits)
         self._allocate(graph)
         view = view_of(logits, 2) if shape.n_outputs else None
         empty = np.empty((0, 0), np.float32)
-        return Graph(context, graph, Feeds(inputs, specs), empty if view is None else view)
+        feeds = Feeds(inputs, specs, ops.n_positions)
+        return Graph(context, graph, feeds, empty if view is None else view)
 
     def _allocate(self, graph: int) -> None:
         """Give a graph its memory; a buffer that has to grow moves, and drops the other graphs."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcellar.backends.checks import check_learned
 from kvcellar.backends.ggml.binding import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Ggml
 from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
@@ -107,9 +108,18 @@ class Inputs:
 
 
 class Feeds:
-    """The memory of a built graph's inputs."""
+    """The memory of a built graph's inputs.
 
-    def __init__(self, inputs: Inputs, specs: Sequence[CacheSpec]) -> None:
+    Args:
+        inputs: their tensors.
+        specs: of each group.
+        n_positions: how many positions the model has learned, if it looks them up.
+    """
+
+    def __init__(
+        self, inputs: Inputs, specs: Sequence[CacheSpec], n_positions: int | None = None
+    ) -> None:
+        self._n_positions = n_positions
         self._tokens = view_of(inputs.tokens, 1)
         self._embeddings = view_of(inputs.embeddings, 2)
         self._positions = view_of(inputs.positions, 1)
@@ -120,8 +130,16 @@ class Feeds:
         self._targets = None if states is None else view_of(states.targets, 1)
 
     def load(self, plan: Plan) -> None:
-        """Write a plan of this graph's shape into them."""
+        """Write a plan of this graph's shape into them.
+
+        Cells, rows of states and outputs come from a cache, and tokens are checked by the batch.
+
+        Raises:
+            PositionError: the model has not learned a position; ggml would abort the process.
+        """
         micro = plan.micro
+        if self._n_positions is not None:
+            check_learned(micro.positions, self._n_positions)
         _put(self._tokens, micro.tokens)
         _put(self._embeddings, micro.embeddings)
         _put(self._positions, micro.positions)

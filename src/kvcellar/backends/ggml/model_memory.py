@@ -56,13 +56,13 @@ class GgmlMemory:
         try:
             for group in spec.groups:
                 groups.append(GgmlStore(group, backend))  # noqa: PERF401 - those before are closed
+            kernels = [_kernel(group, backend) if kernel else None for group in spec.groups]
+            ours = Products(backend.n_threads) if products and not why_no_products() else None
             states = None if spec.states is None else GgmlStateStore(spec.states)
         except BaseException:
             for store in groups:
                 store.close()
             raise
-        kernels = (_kernel(group, backend) if kernel else None for group in spec.groups)
-        ours = Products(backend.n_threads) if products and not why_no_products() else None
         return cls(tuple(groups), states, spec.places, tuple(kernels), ours)
 
     @classmethod

@@ -29,7 +29,10 @@ class GgmlOps:
 
     Attributes:
         plan: a plan of that shape.
+        n_positions: how many positions the model has learned; None where it looks none up.
     """
+
+    n_positions: int | None = None
 
     def __init__(
         self, target: Target, inputs: Inputs, memory: GgmlMemory, constants: Constants, plan: Plan
@@ -160,7 +163,8 @@ class GgmlOps:
         return self._node("ggml_permute", product, 0, 2, 1, 3)
 
     def embed_positions(self, table: int) -> int:
-        """Rows of the table for the input positions."""
+        """Rows of the table for the input positions, which ``Feeds`` checks against it."""
+        self.n_positions = self._nodes.ne(table)[1]
         return self._node("ggml_get_rows", table, self._inputs.positions)
 
     # -- recurrent layers

@@ -12,12 +12,12 @@ import logging
 import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
-from kvcellar.backends.ggml.buffers import BufferType, HostBufferType
+from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.memory import StateSpec
 from kvcellar.types import Float32Array, Int64Array
 
@@ -38,14 +38,14 @@ class GgmlStateStore:
     """
 
     _context: int | None = None
-    _buffer: int | None = None
+    _buffer: Buffer | None = None
 
     def __init__(self, spec: StateSpec, buffer_type: BufferType | None = None) -> None:
         self.spec = spec
         self._api = load().api
         self.conv: list[int] = []
         self.ssm: list[int] = []
-        self._parts: list[Float32Array] = []  # in the order of a state's values
+        self._open: list[Float32Array] | None = []  # in the order of a state's values
         n_bytes = (spec.n_rows + 1) * spec.row_bytes
         check_available(BUFFER, n_bytes)
         try:
@@ -53,6 +53,12 @@ class GgmlStateStore:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _parts(self) -> list[Float32Array]:
+        if self._open is None:
+            raise ClosedError(f"{BUFFER} is closed with its context")
+        return self._open
 
     def read(self, rows: Int64Array) -> Float32Array:
         """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
@@ -78,9 +84,9 @@ class GgmlStateStore:
 
     def close(self) -> None:
         """Free the buffer; closing twice is fine."""
-        self._parts = []
+        self._open = None
         if self._buffer is not None:
-            self._api.ggml_backend_buffer_free(self._buffer)
+            self._buffer.close()
         if self._context is not None:
             self._api.ggml_free(self._context)
         self._buffer = self._context = None
@@ -101,8 +107,7 @@ class GgmlStateStore:
         if self._buffer is None:
             raise AllocationError(f"{BUFFER} in {kind.name} memory", n_bytes)
         pairs = zip(self.conv, self.ssm, strict=True)
-        self._parts = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
-        self.zero()
+        self._open = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
         _log.info("%s state buffer: %.2f MiB", kind.name, n_bytes / 2**20)
 
     def _declare(self, name: str, n: int) -> int:

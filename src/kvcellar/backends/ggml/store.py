@@ -13,11 +13,11 @@ from dataclasses import replace
 from kvcellar.backends.base import Part
 from kvcellar.backends.checks import check_types
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.buffers import BufferType, KVBuffers, layer_buffer_types
+from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_buffer_types
 from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.rotation import rotate_rows
 from kvcellar.backends.hadamard import transform
-from kvcellar.errors import NotSupported, OptionError
+from kvcellar.errors import ClosedError, NotSupported, OptionError
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array
 
 
@@ -56,7 +56,13 @@ class GgmlStore:
         if len(types) != n_layers:
             raise OptionError(f"buffer_types: {len(types)} for {n_layers} layers; give one a layer")
         self._types = types
-        self._buffers = KVBuffers(spec, types)
+        self._open: KVBuffers | None = KVBuffers(spec, types)
+
+    @property
+    def _buffers(self) -> KVBuffers:
+        if self._open is None:
+            raise ClosedError(f"{BUFFER} is closed with its context")
+        return self._open
 
     @property
     def k(self) -> list[int]:
@@ -123,23 +129,25 @@ class GgmlStore:
         Raises:
             AllocationError: they cannot be had beside the old ones; the store is as it was.
         """
-        spec = replace(self.spec, size=size)
+        old, spec = self._buffers, replace(self.spec, size=size)
         new = KVBuffers(spec, self._types)
         try:
             for part in ("k", "v"):
-                pairs = zip(self._buffers.rows[part], new.rows[part], strict=True)
+                pairs = zip(old.rows[part], new.rows[part], strict=True)
                 for old_rows, new_rows in pairs:
                     new_rows.put(dst, old_rows.get(src))
         except BaseException:
             new.close()
             raise
-        old, self._buffers, self.spec = self._buffers, new, spec
+        self._open, self.spec = new, spec
         self.generation += 1
         old.close()
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
-        self._buffers.close()
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
 
 def _check_across(spec: CacheSpec) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvcellar.backends.base import OpenMemory, TensorBytes
+from kvcellar.backends.checks import check_threads
 from kvcellar.backends.hadamard import transform
 from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows
 from kvcellar.backends.numpy.gguf import GgufTensors
@@ -21,10 +22,11 @@ from kvcellar.types import ByteArray, CacheSpec, Float32Array, RowFormat
 class NumpyModelFile:
     """Weights become f32 arrays. Implements ``ModelFile[Float32Array]``.
 
-    NumPy decides on its threads itself, so ``n_threads`` does nothing here.
+    NumPy decides on its threads itself: ``n_threads`` does nothing here, but is checked.
     """
 
-    def __init__(self, path: str | Path, n_threads: int | None = None) -> None:  # noqa: ARG002
+    def __init__(self, path: str | Path, n_threads: int | None = None) -> None:
+        check_threads(n_threads)
         self._file = file = GgufTensors(path)
         self.path = file.path
         self.metadata: Mapping[str, object] = file.metadata

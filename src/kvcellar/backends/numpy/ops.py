@@ -8,12 +8,13 @@ from math import inf
 import numpy as np
 
 from kvcellar.backends.base import KVStore
+from kvcellar.backends.checks import check_learned
 from kvcellar.backends.numpy.formulas import attend, f32
 from kvcellar.backends.numpy.plain import PlainOps
 from kvcellar.backends.numpy.rope import magnitude, rotated
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import NotSupported, PositionError
+from kvcellar.errors import NotSupported
 from kvcellar.memory import MemorySpec
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.types import Float32Array, RopeSpec
@@ -48,10 +49,7 @@ class NumpyOps(PlainOps):
     def embed_positions(self, table: Float32Array) -> Float32Array:
         """Rows of the table for the plan's positions."""
         positions = self.plan.micro.positions
-        if len(positions) and positions.max() >= len(table):
-            raise PositionError(
-                f"position {positions.max()}: the model has learned {len(table)} positions"
-            )
+        check_learned(positions, len(table))
         return f32(table[positions])
 
     def rope(self, x: Float32Array, spec: RopeSpec) -> Float32Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.memory import StateSpec
 from kvcellar.plan import StatePlan
 from kvcellar.types import Float32Array, Int64Array
@@ -33,9 +33,17 @@ class NumpyStateStore:
         n_bytes = (spec.n_rows + 1) * spec.row_bytes
         check_available(_BUFFER, n_bytes)
         try:
-            self._rows = np.zeros((spec.n_rows + 1, spec.row_bytes // 4), np.float32)
+            self._open: Float32Array | None = np.zeros(
+                (spec.n_rows + 1, spec.row_bytes // 4), np.float32
+            )
         except (MemoryError, ValueError):
             raise AllocationError(_BUFFER, n_bytes) from None
+
+    @property
+    def _rows(self) -> Float32Array:
+        if self._open is None:
+            raise ClosedError(f"{_BUFFER} is closed with its context")
+        return self._open
 
     def read(self, rows: Int64Array) -> Float32Array:
         """The states in rows, ``[n, row_bytes / 4]``; a copy."""
@@ -55,7 +63,7 @@ class NumpyStateStore:
 
     def close(self) -> None:
         """Let go of the buffer; closing twice is fine."""
-        self._rows = np.empty((0, 0), np.float32)
+        self._open = None
 
     def conv(self, layer: int) -> Float32Array:
         """A view of all rows' last inputs of a layer's convolution, ``[n_rows + 1, n_conv]``."""

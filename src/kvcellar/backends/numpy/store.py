@@ -16,7 +16,7 @@ from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows
 from kvcellar.backends.numpy.rope import rotated
-from kvcellar.errors import AllocationError
+from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
 
 _BUFFER = "the K/V buffer"
@@ -44,9 +44,15 @@ class NumpyStore:
         check_available(_BUFFER, spec.n_bytes)
         self.spec = spec
         try:
-            self._buffers: dict[Part, list[ByteArray]] = _allocate(spec)
+            self._open: dict[Part, list[ByteArray]] | None = _allocate(spec)
         except (MemoryError, ValueError):
             raise AllocationError(_BUFFER, spec.n_bytes) from None
+
+    @property
+    def _buffers(self) -> dict[Part, list[ByteArray]]:
+        if self._open is None:
+            raise ClosedError(f"{_BUFFER} is closed with its context")
+        return self._open
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
         """Store f32 rows, converted to the store's types."""
@@ -107,11 +113,11 @@ class NumpyStore:
         for part in self._buffers:
             for i in range(len(self.spec.layers)):
                 new.write_raw(i, part, dst, self.read_raw(i, part, src))
-        self.spec, self._buffers = new.spec, new._buffers
+        self.spec, self._open = new.spec, new._open
 
     def close(self) -> None:
         """Let go of the buffers; closing twice is fine."""
-        self._buffers = {"k": [], "v": []}
+        self._open = None
 
     def _write(self, layer: int, part: Part, cells: Int64Array, rows: Float32Array) -> None:
         mixed = transform(rows, self._hadamard(layer, part))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.backends import memory
 from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.kernel import attention
@@ -24,7 +25,7 @@ from kvcellar.backends.ggml.kernel.attention import (
 )
 from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
-from kvcellar.errors import NotSupported
+from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
 
@@ -339,6 +340,26 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("refused", ["cells", "items", "counters", "threads"])
+def test_memory_to_work_on_that_cannot_be_had_is_named(
+    monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """And the kernel works on once it can be."""
+    bench, reserve = Bench(ragged(300, 20), 2, 3, 32), AttentionKernel._reserve
+
+    def poor(kernel: AttentionKernel, field: str, n: int) -> AnyArray:
+        with monkeypatch.context() as patch:
+            if field == refused:
+                patch.setattr(memory, "available_bytes", lambda: 0)
+            return reserve(kernel, field, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AttentionKernel, "_reserve", poor)
+        with pytest.raises(AllocationError, match="for the attention kernel"):
+            bench.load()
+    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -371,8 +392,3 @@ def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not() is None
     monkeypatch.setenv(ENV, "off")
     assert ENV in (why_not() or "")
-
-
-def test_without_llvmlite_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "kvcellar[fast]" in (why_not() or "")

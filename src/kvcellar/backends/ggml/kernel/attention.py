@@ -14,9 +14,12 @@ import numpy as np
 
 from kvcellar.backends.ggml.kernel.jit import Compiled, compile_attention, processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.backends.memory import scratch
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, LayerSpec
+
+BUFFER = "the attention kernel"
 
 MAX_UNITS = 4096
 """How many units there may be, or one for each token."""
@@ -122,7 +125,11 @@ class AttentionKernel:
         return c.addressof(task)
 
     def load(self, lists: CellLists) -> None:
-        """Let the next graph that is computed read these lists."""
+        """Let the next graph that is computed read these lists.
+
+        Raises:
+            AllocationError: the memory that they take to work on cannot be had.
+        """
         lengths = lists.ends - lists.starts
         units = unit_sizes(lengths)
         n_units_each = -(-lengths // units)
@@ -147,7 +154,7 @@ class AttentionKernel:
         """At least n values of four bytes for a field; zeros when new."""
         array = self._arrays.get(field)
         if array is None or array.size < n:
-            array = np.zeros(2 * n, np.int32)
+            array = scratch(BUFFER, 2 * n, np.int32)
             self._point_to(field, array)
         return array
 

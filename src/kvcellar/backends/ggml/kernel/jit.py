@@ -5,10 +5,10 @@ Compiling takes a tenth of a second, so nothing is kept on disk; llvmlite is imp
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from kvcellar.backends.ggml.kernel.shape import KernelShape
 
 ENV = "KVCELLAR_KERNEL"
+OLDEST = (0, 44)
 log = logging.getLogger("kvcellar.kernel")
 
 
@@ -56,9 +57,34 @@ def why_not() -> str | None:
     """Why nothing can be compiled here; None if it can."""
     if os.environ.get(ENV, "").lower() in ("0", "off", "no", "false"):
         return f"{ENV} turns it off"
-    if importlib.util.find_spec("llvmlite") is None:
+    return why_no_llvm() or (None if processor() else "this processor cannot widen halves")
+
+
+@lru_cache(maxsize=1)
+def why_no_llvm() -> str | None:
+    """Why llvmlite is of no use here; None if it is. Found out by loading it, once a process."""
+    try:
+        import llvmlite
+
+        if why := _why_too_old(getattr(llvmlite, "__version__", "")):
+            return why
+        import llvmlite.binding as llvm
+
+        llvm.get_process_triple()  # LLVM itself is loaded at the first call
+    except ModuleNotFoundError:
         return "llvmlite is not installed: pip install 'kvcellar[fast]'"
-    return None if processor() else "this processor cannot widen halves"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"llvmlite cannot be loaded ({error}): pip install --force-reinstall llvmlite"
+    return None
+
+
+def _why_too_old(version: str) -> str | None:
+    """Older ones know no pointers without a type; builds without a version are trusted."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) >= OLDEST:
+        return None
+    oldest = ".".join(map(str, OLDEST))
+    return f"llvmlite {version} is too old: pip install 'llvmlite>={oldest}'"
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,9 @@ import numpy as np
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.kernel.jit import Compiled, compile_ir, has_byte_products, why_not
 from kvcellar.backends.ggml.product.format import FORMATS, LANES, MOST, VALUES, unpacked_bytes
+from kvcellar.backends.memory import scratch
 
+_BUFFER = "products of weights"
 _LINE = 64  # bytes that memory is read in
 
 
@@ -30,7 +32,11 @@ class Task(c.Structure):
 
 
 class Products:
-    """Compiles products for the weights of a model, and holds what they work with."""
+    """Compiles products for the weights of a model, and holds what they work with.
+
+    Raises:
+        AllocationError: scratch memory cannot be had; :meth:`multiply` may raise it too.
+    """
 
     def __init__(self, n_threads: int) -> None:
         self._n_threads = n_threads
@@ -70,7 +76,7 @@ class Products:
         """Scratch memory for rows of so many values."""
         n_bytes = unpacked_bytes(n_in)
         if n_bytes > self._task.thread_bytes:
-            self._memory = np.zeros(n_bytes * self._n_threads + _LINE, np.uint8)
+            self._memory = scratch(_BUFFER, n_bytes * self._n_threads + _LINE, np.uint8)
             self._task.scratch = -(-self._memory.ctypes.data // _LINE) * _LINE
             self._task.thread_bytes = n_bytes
 
