@@ -181,3 +181,25 @@ def test_a_store_of_states_costs_what_is_in_it() -> None:
     assert STATES.n_bytes > 128 * MIB
     assert _resident() - before < 16 * MIB
     store.close()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages"
+)
+def test_large_pages_are_asked_for() -> None:
+    made = ZeroedMemory(8 * MIB)
+    assert "hg" in _flags_at(made.address + 4 * MIB)
+    made.close()
+
+
+def _flags_at(address: int) -> list[str]:
+    """What the system knows of the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            first, last = (int(edge, 16) for edge in name.split("-"))
+            inside = first <= address < last
+        elif inside and name == "VmFlags:":
+            return rest.split()
+    raise AssertionError(f"nothing is mapped at {address:#x}")

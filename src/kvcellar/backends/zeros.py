@@ -2,6 +2,9 @@
 
 The system gives a page when it is first written. Until then nobody counts it as used, so whoever
 asks what is left has to subtract what was promised to others already.
+
+Linux is asked for pages of 2 MiB where it has any: attention reads so much memory in so many places
+that looking up small ones takes a seventh of a decode at 4096 tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class ZeroedMemory:
 
     def __init__(self, n_bytes: int) -> None:
         self._map: mmap.mmap | None = _anonymous(n_bytes)
+        _prefer_large_pages(self._map)
         self.n_bytes = n_bytes
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         _alive()[id(self)] = self
@@ -79,6 +83,12 @@ def _anonymous(n_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, n_bytes)
     except (OSError, OverflowError, ValueError):
         raise MemoryError(f"{n_bytes} bytes") from None
+
+
+def _prefer_large_pages(memory: mmap.mmap) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _ask_resident(address: int, n_bytes: int, pages: ByteArray) -> None:
