@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,13 @@ import pytest
 
 from kvcellar.errors import ModelFileError
 from kvcellar.runtime.demo import find_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c() -> None:
+    """Jobs in the background ignore Ctrl-C, and so would what tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
