@@ -1,20 +1,51 @@
-"""Vocabularies for the tests of the text side: small ones made here, and those of real models."""
+"""Contexts that many tests use, and vocabularies: small ones made here, and of real models."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvcellar.backends.ggml.gguf import read_metadata
+from kvcellar.runtime.context import Context
 from kvcellar.runtime.tokenizer import Tokenizer
+from tests.runtime.archs import F32, opened
 
 MetadataMaker = Callable[..., dict[str, object]]
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a text may be saved."""
+    return tmp_path / "text.safetensors"
+
+
+@pytest.fixture
+def llama(shared: Path) -> Iterator[Context]:
+    """A context with K and V of all tokens, exact."""
+    with opened(shared, "llama-dense", **F32) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def llama_of_module(shared: Path) -> Iterator[Context]:
+    """One for many tests; use ``plain``."""
+    with opened(shared, "llama-dense", **F32) as made:
+        yield made
+
+
+@pytest.fixture
+def plain(llama_of_module: Context) -> Iterator[Context]:
+    """The same, shared by a module's tests: each finds it empty and leaves no cell taken."""
+    yield llama_of_module
+    for sequence in llama_of_module.sequences:
+        sequence.close()
+    assert llama_of_module.cache.used == 0
 
 
 def byte_letters() -> list[str]:

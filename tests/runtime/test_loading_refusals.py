@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,6 @@ from tests.runtime.archs import (
 from tests.runtime.loads import TEXT, seen, unchanged, written
 
 KINDS = ("llama-dense", "deepseek2-moe", "gemma3-dense", "jamba-dense", "mamba-dense")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "text.safetensors"
-
-
-@pytest.fixture(scope="module")
-def plain(shared: Path) -> Iterator[Context]:
-    with opened(shared, "llama-dense", **F32) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def closing(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "plain" in request.fixturenames:
-        context = request.getfixturevalue("plain")
-        for sequence in context.sequences:
-            sequence.close()
-        assert context.cache.used == 0
 
 
 # -- refusals

@@ -37,12 +37,6 @@ def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
         yield made
 
 
-@pytest.fixture
-def llama(shared: Path) -> Iterator[Context]:
-    with opened(shared, "llama-dense", **F32) as made:
-        yield made
-
-
 # -- no room
 
 

@@ -38,12 +38,6 @@ def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
         yield made
 
 
-@pytest.fixture
-def llama(shared: Path) -> Iterator[Context]:
-    with opened(shared, "llama-dense", **F32) as made:
-        yield made
-
-
 def test_an_empty_sequence_is_saved_and_loaded(context: Context, tmp_path: Path) -> None:
     """#9173, #14434: zero cells are valid, and what is loaded can be used."""
     other = context.sequence(TOKENS)

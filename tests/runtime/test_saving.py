@@ -34,11 +34,6 @@ from tests.snapshot.samples import assert_same
 KINDS = ("llama-dense", "deepseek2-moe", "gemma3-dense", "jamba-dense", "mamba-dense")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "text.safetensors"
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
     with opened(shared, request.param, **F32) as made:
