@@ -9,13 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.backends.ggml.backend import GgmlBackend
+from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.executor import GgmlExecutor
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.models.registry import load_architecture
-from kvcellar.types import CacheSpec
+from kvcellar.types import AnyArray, CacheSpec
+
+
+def tensor_over(array: AnyArray) -> Tensor:
+    """What a custom operation is given of an array, which has to be kept."""
+    tensor = Tensor()
+    tensor.data = array.ctypes.data
+    for i in range(4):
+        inside = i < array.ndim
+        tensor.ne[i] = array.shape[::-1][i] if inside else 1
+        tensor.nb[i] = array.strides[::-1][i] if inside else array.nbytes
+    return tensor
 
 
 class Rig:

@@ -215,3 +215,22 @@ def text_of(cache: Cache, seq: int) -> list[tuple[int, int]]:
         tokens = [*part.seq_slid(seq).tolist(), *tokens]
         at = [*part.seq_slid_positions(seq).tolist(), *at]
     return list(zip(tokens, at, strict=True))
+
+
+def texts_to_come(
+    source: Cache, target: Cache, moves: dict[int, int], p1: int, shift: int
+) -> dict[int, list[tuple[int, int]]]:
+    """What a target should hold once parts of texts replaced its own.
+
+    Args:
+        source: where they come from.
+        target: as it is; sequences that no part goes to keep their texts.
+        moves: of each sequence that gets one, whose it is.
+        p1: the first position that is left behind; negative: none.
+        shift: how far they move.
+    """
+    texts = {
+        goal: [(token, at + shift) for token, at in text_of(source, seq) if p1 < 0 or at < p1]
+        for goal, seq in moves.items()
+    }
+    return texts | {seq: text_of(target, seq) for seq in range(N_SEQ) if seq not in moves}

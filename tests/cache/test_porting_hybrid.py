@@ -38,6 +38,7 @@ from tests.cache.porting_helpers import (
     sliding,
     states_of,
     text_of,
+    texts_to_come,
 )
 
 KINDS = ["fw", "fs", "fws", "ws"]
@@ -88,7 +89,7 @@ def test_all_parts_know_the_same_texts_or_nothing_has_changed(
     target = hybrid(kinds, like=source if "s" in kinds else None)
     run(source, history)
     run(target, other_history)
-    goals, others = goals[: len(seq_ids)], goals[len(seq_ids) :]
+    goals = goals[: len(seq_ids)]
     source.update()
     before = everything(source)
     try:
@@ -100,11 +101,8 @@ def test_all_parts_know_the_same_texts_or_nothing_has_changed(
         assert everything(source) == before
     for seq in goals:
         target.seq_rm(seq)
-    texts = {
-        goal: [(token, at + shift) for token, at in text_of(source, seq) if p1 < 0 or at < p1]
-        for goal, seq in zip(goals, seq_ids, strict=True)
-    }
-    texts |= {seq: text_of(target, seq) for seq in others}
+    moves = dict(zip(goals, seq_ids, strict=True))
+    texts = texts_to_come(source, target, moves, p1, shift)
     before = everything(target)
     try:
         state_set(target, content, goals, shift=shift)

@@ -20,6 +20,7 @@ from tests.cache.porting_helpers import (
     put,
     recurrent,
     text_of,
+    texts_to_come,
 )
 
 SEQS = st.integers(0, N_SEQ - 1)
@@ -80,7 +81,7 @@ def test_states_come_along_with_their_texts_and_what_they_can_go_back_to(
     target = recurrent(n_kept=n_kept, like=source)
     run(source, history)
     run(target, other_history)
-    goals, others = goals[: len(seq_ids)], goals[len(seq_ids) :]
+    goals = goals[: len(seq_ids)]
     before = everything(source)
     try:
         content = state_get(source, seq_ids, -1, p1)
@@ -91,11 +92,8 @@ def test_states_come_along_with_their_texts_and_what_they_can_go_back_to(
         assert everything(source) == before
     for seq in goals:
         target.seq_rm(seq)
-    wanted = {
-        goal: [(token, at + shift) for token, at in text_of(source, seq) if p1 < 0 or at < p1]
-        for goal, seq in zip(goals, seq_ids, strict=True)
-    }
-    wanted |= {seq: text_of(target, seq) for seq in others}
+    moves = dict(zip(goals, seq_ids, strict=True))
+    wanted = texts_to_come(source, target, moves, p1, shift)
     before = everything(target)
     try:
         state_set(target, content, goals, shift=shift)

@@ -11,8 +11,11 @@ import pytest
 
 from kvcellar.backends.ggml.gguf import read_metadata
 from kvcellar.runtime.context import Context
+from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.tokenizer import Tokenizer
+from kvcellar.snapshot.stores.memory import MemoryStore
 from tests.runtime.archs import F32, opened
+from tests.runtime.prompts import BLOCK
 
 MetadataMaker = Callable[..., dict[str, object]]
 
@@ -46,6 +49,18 @@ def plain(llama_of_module: Context) -> Iterator[Context]:
     for sequence in llama_of_module.sequences:
         sequence.close()
     assert llama_of_module.cache.used == 0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """Where blocks of prompts are kept."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def prompts(store: MemoryStore) -> PromptCache:
+    """A cache of prompts over it, with small blocks."""
+    return PromptCache(store, block_size=BLOCK)
 
 
 def byte_letters() -> list[str]:

@@ -29,16 +29,6 @@ def context(shared: Path) -> Iterator[Context]:
         yield made
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def prompts(store: MemoryStore) -> PromptCache:
-    return PromptCache(store, block_size=BLOCK)
-
-
 def block_bytes(context: Context) -> int:
     """What the largest block takes."""
     store = MemoryStore()

@@ -28,16 +28,6 @@ def context(shared: Path) -> Iterator[Context]:
         yield made
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def prompts(store: MemoryStore) -> PromptCache:
-    return PromptCache(store, block_size=BLOCK)
-
-
 @pytest.fixture(autouse=True)
 def _emptied(request: pytest.FixtureRequest) -> Iterator[None]:
     yield

@@ -38,16 +38,6 @@ def _emptied(context: Context) -> Iterator[None]:
         sequence.close()
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def prompts(store: MemoryStore) -> PromptCache:
-    return PromptCache(store, block_size=BLOCK)
-
-
 def _cut(sequence: Sequence, _: Path) -> None:
     sequence.remove(20, 25)
 

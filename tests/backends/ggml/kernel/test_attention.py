@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.backends import memory
-from kvcellar.backends.ggml.binding import Tensor
 from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.kernel import attention
 from kvcellar.backends.ggml.kernel.attention import (
@@ -28,6 +27,7 @@ from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
 from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
+from tests.backends.helpers import tensor_over
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: no kernel can be compiled")
 
@@ -73,8 +73,8 @@ class Bench:
         made_for = {"softcap": bool(softcap), "sinks": sinks}
         self._run = Operation(self.kernel.function(0, n_head_kv * group, **made_for))
         rows: list[AnyArray] = [x.reshape(size, -1) for x in (self.k, self.v)]
-        self._sources = [_tensor(x) for x in (self.q, *rows, *[self.sinks][:sinks])]
-        self._node = _tensor(self.out)
+        self._sources = [tensor_over(x) for x in (self.q, *rows, *[self.sinks][:sinks])]
+        self._node = tensor_over(self.out)
         for i, source in enumerate(self._sources):
             self._node.src[i] = c.addressof(source)
 
@@ -125,16 +125,6 @@ def _values(stored: AnyArray, kind: KVType) -> AnyArray:
         return stored.astype(np.float64)
     rows = from_rows(stored.reshape(-1, stored.shape[-1]), kind)
     return rows.reshape(*stored.shape[:2], -1).astype(np.float64)
-
-
-def _tensor(array: AnyArray) -> Tensor:
-    tensor = Tensor()
-    tensor.data = array.ctypes.data
-    for i in range(4):
-        inside = i < array.ndim
-        tensor.ne[i] = array.shape[::-1][i] if inside else 1
-        tensor.nb[i] = array.strides[::-1][i] if inside else array.nbytes
-    return tensor
 
 
 def ragged(*lengths: int) -> list[list[int]]:

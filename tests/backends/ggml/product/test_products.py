@@ -20,6 +20,7 @@ from kvcellar.backends.ggml.product.format import FORMATS, LARGEST, RECORD, TINY
 from kvcellar.backends.ggml.product.products import Products, why_no_products
 from kvcellar.types import AnyArray, Float32Array, KVType
 from tests.backends.ggml.product.weights import random_rows
+from tests.backends.helpers import tensor_over
 
 REASON = why_no_products()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -51,7 +52,7 @@ class Bench:
         self.rows = random_rows(form, n_out, n_in // VALUES)
         self.weights = dequantize(self.rows, GGMLQuantizationType(number)).astype(np.float64)
         self.n_threads = n_threads
-        self._weight = _tensor(self.rows)
+        self._weight = tensor_over(self.rows)
         self._weight.type, self._weight.ne[0] = number, self.n_in
         self._products = Products(n_threads)
 
@@ -63,7 +64,7 @@ class Bench:
     def quantise(self, x: Float32Array) -> AnyArray:
         """Records ``[n, n_blocks]`` of activations."""
         records = np.full((len(x), x.shape[1] // VALUES * RECORD), 0xAA, np.uint8)
-        self._run(self._products.quantise(), records, [_tensor(x)])
+        self._run(self._products.quantise(), records, [tensor_over(x)])
         return records.view(_RECORDS)
 
     def multiply(self, x: Float32Array) -> Float32Array:
@@ -71,25 +72,15 @@ class Bench:
         out = np.full((len(x), self._weight.ne[1]), 7, np.float32)  # what is not written shows
         records = self.quantise(x)  # lives until the product is done
         function = self._products.multiply(self._weight, len(x))
-        self._run(function, out, [self._weight, _tensor(records.view(np.int32))])
+        self._run(function, out, [self._weight, tensor_over(records.view(np.int32))])
         return out
 
     def _run(self, function: int, out: AnyArray, sources: list[Tensor]) -> None:
-        node = _tensor(out)
+        node = tensor_over(out)
         for i, source in enumerate(sources):
             node.src[i] = c.addressof(source)
         for i in range(self.n_threads):
             Operation(function)(c.addressof(node), i, self.n_threads, self._products.task)
-
-
-def _tensor(array: AnyArray) -> Tensor:
-    tensor = Tensor()
-    tensor.data = array.ctypes.data
-    for i in range(4):
-        inside = i < array.ndim
-        tensor.ne[i] = array.shape[::-1][i] if inside else 1
-        tensor.nb[i] = array.strides[::-1][i] if inside else array.nbytes
-    return tensor
 
 
 def activations(n: int, n_in: int) -> Float32Array:

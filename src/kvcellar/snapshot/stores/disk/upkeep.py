@@ -73,8 +73,7 @@ def examine(root: Path, live: LiveIndex) -> VerifyReport:
 def plan(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
     """What :func:`collect` would remove, beside replaced indexes; nothing is changed."""
     rows = live.read(Index.rows)
-    files = list(strays(root, {row.name for row in rows}, min_age_s))
-    broken = [row for row in rows if _fault(root, row, whole=False)]
+    files, broken = _useless(root, rows, min_age_s)
     evicted = [] if max_bytes is None else _excess([r for r in rows if r not in broken], max_bytes)
     going = [*files, *(row.name.under(root) for row in broken + evicted)]
     return GcReport(tuple(files), _keys(broken), _keys(evicted), sum(map(size_of, going)))
@@ -87,9 +86,8 @@ def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float
     def clean(index: Index) -> tuple[list[Row], list[Row]]:
         index.check()
         rows = index.rows()
-        for path in list(strays(root, {row.name for row in rows}, min_age_s)):
-            removed[path] = remove(path)
-        broken = [row for row in rows if _fault(root, row, whole=False)]
+        files, broken = _useless(root, rows, min_age_s)
+        removed.update({path: remove(path) for path in files})
         for row in broken:
             index.drop(row.name)
         return broken, [] if max_bytes is None else index.evict(max_bytes)
@@ -98,6 +96,12 @@ def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float
     freed = sum(remove(row.name.under(root)) for row in broken + evicted)
     freed += sum(removed.values()) + remove_leftovers(root, min_age_s)
     return GcReport(tuple(removed), _keys(broken), _keys(evicted), freed)
+
+
+def _useless(root: Path, rows: list[Row], min_age_s: float) -> tuple[list[Path], list[Row]]:
+    """Files without an entry, and entries without a file."""
+    files = list(strays(root, {row.name for row in rows}, min_age_s))
+    return files, [row for row in rows if _fault(root, row, whole=False)]
 
 
 def _fault(root: Path, row: Row, whole: bool) -> str:
