@@ -22,8 +22,7 @@ from kvcellar.cache.content import (
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec
+from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, StateLayer, StateSpec
 from tests.cache.porting_helpers import (
     N_SEQ,
     WINDOW,

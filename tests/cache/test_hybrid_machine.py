@@ -22,11 +22,11 @@ from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.undoable import Undoable
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
 from kvcellar.testing.states import HistoryStore
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.types import unpack_owners
 from tests.cache.toy_parts import Text, group, sliding, texts
 
 N_SEQ, WINDOW, N_KEPT = 3, 4, 6

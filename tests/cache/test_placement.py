@@ -8,8 +8,8 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.cache.search import find_cells
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import BatchError, CacheError, CacheFull
-from kvcellar.types import pack_owners
 from tests.cache.helpers import arrange, layout, make, put, snapshot
 
 

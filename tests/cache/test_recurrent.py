@@ -13,8 +13,7 @@ from kvcellar.errors import (
     OptionError,
     PositionError,
 )
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import MAX_POSITION
+from kvcellar.types import MAX_POSITION, StateLayer, StateSpec
 from tests.cache.state_helpers import (
     N_SEQ,
     cache_of,

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvcellar._cellsets import clamp_range
-from kvcellar.batch import Batch, Rows
+from kvcellar.batch import Batch, MicroBatch, Rows
 from kvcellar.cache import AttentionCache, CacheView, Placement
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.checkpoints import CheckpointBudget
@@ -16,10 +15,11 @@ from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import clamp_range, unpack_owners
 from kvcellar.errors import CacheError, OptionError, PositionError
-from kvcellar.plan import MicroBatch, StatePlan
+from kvcellar.plan import StatePlan
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, LayerSpec, RopeSpec, unpack_owners
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, LayerSpec, RopeSpec
 from tests.cache.helpers import snapshot
 
 Text = list[tuple[int, int]]  # tokens with their positions

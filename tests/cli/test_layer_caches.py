@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.cli.layer_caches import LayerCache, context_bytes, layer_caches
-from kvcellar.memory import LayerMemory, StateLayer
-from kvcellar.types import KVType, LayerSpec
+from kvcellar.types import KVType, LayerMemory, LayerSpec, StateLayer
 from tests.cli.helpers import Invoke
 
 FULL = LayerSpec(1, 64, 32)

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.numpy.model_file import NumpyModelFile
-from kvcellar.batch import Batch
+from kvcellar.batch import Batch, MicroBatch, split_equal
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.placement import micro_batch
-from kvcellar.memory import MemorySpec, StateSpec, group_layers
+from kvcellar.cellsets import unpack_owners
 from kvcellar.models.base import Architecture
 from kvcellar.models.registry import load_architecture
-from kvcellar.plan import MicroBatch, Plan, StatePlan, split_equal
+from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.golden import nmse
-from kvcellar.types import CacheSpec, Float32Array, KVType, unpack_owners
+from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec, StateSpec, group_layers
 
 N_SEQ = 4
 N_ROWS = 2 * N_SEQ  # those that are read and those that are written

@@ -8,13 +8,12 @@ from kvcellar.cache import AttentionCache, Cache, HybridCache
 from kvcellar.cache.parts import has_states, parts_of
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.memory import LayerMemory, StateLayer
 from kvcellar.models.base import ModelSpec
 from kvcellar.plan import Plan
 from kvcellar.runtime.memories import make_cache
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.testing.stores import NullStore
-from kvcellar.types import Float32Array, LayerSpec
+from kvcellar.types import Float32Array, LayerMemory, LayerSpec, StateLayer
 
 FULL = LayerMemory(LayerSpec(2, 32, 32))
 STATE = LayerMemory(None, StateLayer(6, 8))

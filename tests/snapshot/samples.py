@@ -15,11 +15,20 @@ from kvcellar.cache.content import (
     StateContent,
     WindowContent,
 )
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.snapshot.fingerprint import fingerprint
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.types import CacheSpec, Int32Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import (
+    CacheSpec,
+    Int32Array,
+    KVType,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+    StateLayer,
+    StateSpec,
+)
 
 N_VOCAB, WINDOW, N_SEQS = 11, 3, 3
 ROPE = RopeSpec("neox", 8, factors=(1.0, 1.5, 2.0, 4.0))

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateLayer, StateSpec
 from kvcellar.snapshot.fingerprint import (
     check_same,
     digest,
@@ -21,7 +20,7 @@ from kvcellar.snapshot.fingerprint import (
     row_types,
     stored_as,
 )
-from kvcellar.types import KVType
+from kvcellar.types import KVType, StateLayer, StateSpec
 from tests.snapshot.samples import memory_spec
 
 PRINT: Any = fingerprint("sample", "ab" * 32, memory_spec())

@@ -17,9 +17,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvcellar._cellsets import cell_count, cells_where
 from kvcellar.backends.base import KVStore
-from kvcellar.batch import Batch, Rows
+from kvcellar.batch import Batch, MicroBatch, Rows, split_simple
 from kvcellar.cache.base import Coupled, OnShared
 from kvcellar.cache.cell_porting import PortsCells
 from kvcellar.cache.decoding import Decoding
@@ -36,8 +35,8 @@ from kvcellar.cache.transaction import Transaction
 from kvcellar.cache.undoable import Remember
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cells import CellTable, check_moved
+from kvcellar.cellsets import cell_count, cells_where
 from kvcellar.errors import CacheError, OptionError, ShiftUnsupported
-from kvcellar.plan import MicroBatch, split_simple
 from kvcellar.types import CacheSpec
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from kvcellar.batch import Batch, Rows
+from kvcellar.batch import Batch, MicroBatch, Rows
 from kvcellar.cache.placement import CellPart, Placement, StatePart
 from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.cache.view import CacheView
-from kvcellar.plan import MicroBatch
 from kvcellar.types import CacheSpec, Int32Array
 
 OnShared: TypeAlias = Literal["copy", "move"]

@@ -11,8 +11,9 @@ from kvcellar.cache.content import NO_TOKENS, CellContent, RowBytes
 from kvcellar.cache.search import find_cells
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import ShiftUnsupported, SnapshotMismatch
-from kvcellar.types import Int32Array, Int64Array, pack_owners
+from kvcellar.types import Int32Array, Int64Array
 
 
 class PortsCells:

@@ -19,8 +19,7 @@ from kvcellar.cache.content import (
     WindowContent,
 )
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateSpec
-from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array
+from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array, StateSpec
 
 
 def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec]) -> None:

@@ -16,7 +16,7 @@ from kvcellar.cache.held_state import HeldState
 from kvcellar.cache.history import History
 from kvcellar.cache.state_placement import Piece
 from kvcellar.errors import InvariantError
-from kvcellar.memory import StateSpec
+from kvcellar.types import StateSpec
 
 States = list["HeldState | None"]
 

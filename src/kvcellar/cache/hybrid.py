@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvcellar.batch import Batch
+from kvcellar.batch import Batch, MicroBatch, split_equal, split_simple
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
 from kvcellar.cache.compound import CompoundJournal
@@ -29,7 +29,6 @@ from kvcellar.cache.parts import Parts
 from kvcellar.cache.placement import CellPart, Placement, micro_batch
 from kvcellar.cache.undoable import Remember, Undoable
 from kvcellar.errors import NotSupported
-from kvcellar.plan import MicroBatch, split_equal, split_simple
 
 
 class HybridCache(Parts, Decoding):

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvcellar._cellsets import NO_CELLS, Cells, as_cells
 from kvcellar.cache.content import (
     CacheContent,
     CellContent,
@@ -23,6 +22,7 @@ from kvcellar.cache.content import (
 )
 from kvcellar.cache.slicing import pick
 from kvcellar.cache.window_porting import trimmed
+from kvcellar.cellsets import NO_CELLS, Cells, as_cells
 from kvcellar.errors import OptionError, SnapshotFileError
 from kvcellar.types import ByteArray, Int32Array
 

@@ -14,13 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcellar.batch import Rows
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.search import find_cells
 from kvcellar.cells import CellTable, padded_n_kv
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, CacheError
-from kvcellar.masks import attention_mask, cell_lists
-from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan
-from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits, unpack_owners
+from kvcellar.plan import CellPlan, Plan, StatePlan, attention_mask, cell_lists
+from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits
 
 
 def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:

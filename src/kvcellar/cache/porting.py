@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar._cellsets import clamp_range
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import CacheContent
@@ -20,6 +19,7 @@ from kvcellar.cache.parts import parts_of
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.slid import within
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cellsets import clamp_range
 from kvcellar.errors import NotSupported, OptionError, PositionError
 from kvcellar.types import MAX_POSITION, Int32Array
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcellar._cellsets import checked_id
 from kvcellar.backends.base import StateStore
 from kvcellar.cache.held_state import HeldState
 from kvcellar.cache.held_states import HeldStates
 from kvcellar.cache.history import History
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
-from kvcellar.types import CacheSpec, Int32Array, pack_owners
+from kvcellar.cellsets import checked_id, pack_owners
+from kvcellar.types import CacheSpec, Int32Array
 
 
 class Recorded:

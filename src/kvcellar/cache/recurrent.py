@@ -22,9 +22,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcellar._cellsets import checked_id, clamp_range
 from kvcellar.backends.base import StateStore
-from kvcellar.batch import Batch, Rows
+from kvcellar.batch import Batch, MicroBatch, Rows, split_equal
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.checkpoints import CheckpointPolicy
 from kvcellar.cache.decoding import Decoding
@@ -36,8 +35,8 @@ from kvcellar.cache.state_placement import StatePlacement, plan_rows
 from kvcellar.cache.state_porting import PortsStates
 from kvcellar.cache.state_transaction import StateTransaction
 from kvcellar.cache.undoable import Remember, Undoable
+from kvcellar.cellsets import checked_id, clamp_range
 from kvcellar.errors import CacheError, OptionError
-from kvcellar.plan import MicroBatch, split_equal
 from kvcellar.types import MAX_POSITION, CacheSpec
 
 

@@ -17,15 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar._cellsets import cell_count, cell_numbers
-from kvcellar._cellstate import SavedCells
 from kvcellar.backends.base import KVStore
+from kvcellar.batch import MicroBatch
 from kvcellar.cache.search import find_cells
 from kvcellar.cache.slid import Slid
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
-from kvcellar.cells import CellTable
+from kvcellar.cells import CellTable, SavedCells
+from kvcellar.cellsets import cell_count, cell_numbers
 from kvcellar.errors import CacheFull, OptionError
-from kvcellar.plan import MicroBatch
 from kvcellar.types import Int32Array, Int64Array
 
 

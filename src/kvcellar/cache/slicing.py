@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcellar._cellsets import Cells, as_cells
 from kvcellar.cache.content import CacheContent, CellContent, RowBytes
+from kvcellar.cellsets import Cells, as_cells
 from kvcellar.errors import NotSupported
 
 

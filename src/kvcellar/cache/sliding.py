@@ -24,9 +24,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar._cellsets import clamp_range
 from kvcellar.backends.base import KVStore
-from kvcellar.batch import Rows
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Coupled
 from kvcellar.cache.checkpoints import CheckpointBudget
@@ -38,8 +37,8 @@ from kvcellar.cache.undoable import Undo
 from kvcellar.cache.window_checkpoints import WindowCheckpoints
 from kvcellar.cache.window_keeper import WindowKeeper
 from kvcellar.cache.window_porting import PortsWindows
+from kvcellar.cellsets import clamp_range
 from kvcellar.errors import CacheError, InvariantError, OptionError
-from kvcellar.plan import MicroBatch
 from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
 
 __all__ = ["SlidingCache", "sliding_size"]

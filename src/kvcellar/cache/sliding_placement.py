@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvcellar.batch import MicroBatch
 from kvcellar.cache.placement import cell_plan
 from kvcellar.cache.room import Room
 from kvcellar.cache.upkeep import Upkeep
-from kvcellar.plan import CellPlan, MicroBatch
+from kvcellar.plan import CellPlan
 from kvcellar.types import CacheSpec, Float16Array, Int64Array
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcellar.batch import Rows
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, PositionError
-from kvcellar.types import unpack_owners
 
 
 def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> None:

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcellar.batch import MicroBatch
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, CacheFull
-from kvcellar.plan import MicroBatch, StatePlan
-from kvcellar.types import Int32Array, unpack_owners
+from kvcellar.plan import StatePlan
+from kvcellar.types import Int32Array
 
 
 class RowPlans(NamedTuple):

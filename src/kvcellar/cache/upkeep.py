@@ -12,13 +12,13 @@ from functools import partial
 
 import numpy as np
 
-from kvcellar._cellsets import cell_numbers
 from kvcellar.backends.base import KVStore
 from kvcellar.cache.compaction import check_threshold, fragmentation, plan_moves
 from kvcellar.cache.search import find_cells
 from kvcellar.cache.transaction import Host, Journal
 from kvcellar.cache.undoable import Undo
 from kvcellar.cells import Cells, CellTable
+from kvcellar.cellsets import cell_numbers
 from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.types import BoolArray, Int64Array
 

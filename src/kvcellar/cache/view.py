@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import OptionError
-from kvcellar.types import Int32Array, OwnerBits, unpack_owners
+from kvcellar.types import Int32Array, OwnerBits
 
 if TYPE_CHECKING:
     from rich.text import Text

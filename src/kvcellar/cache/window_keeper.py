@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvcellar.batch import MicroBatch
 from kvcellar.cache.room import Room
 from kvcellar.cache.transaction import KeptRows
 from kvcellar.cache.upkeep import Upkeep
 from kvcellar.cache.window_checkpoints import WindowCheckpoint, WindowCheckpoints
+from kvcellar.cellsets import pack_owners, unpack_owners
 from kvcellar.errors import AllocationError, CacheFull
-from kvcellar.plan import MicroBatch
-from kvcellar.types import pack_owners, unpack_owners
 
 
 class WindowKeeper:

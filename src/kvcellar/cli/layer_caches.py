@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcellar.memory import LayerMemory, StateSpec
-from kvcellar.types import KVType, LayerSpec
+from kvcellar.types import KVType, LayerMemory, LayerSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import LayerMemory
 from kvcellar.models.blocks import Linear, Norm
-from kvcellar.types import LayerSpec
+from kvcellar.types import LayerMemory, LayerSpec
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import LayerMemory
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.blocks import FeedForward, Linear, Norm
+from kvcellar.types import LayerMemory
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import LayerMemory
 from kvcellar.models.blocks import Linear, Norm
-from kvcellar.types import LayerSpec, RopeSpec
+from kvcellar.types import LayerMemory, LayerSpec, RopeSpec
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import LayerMemory, StateLayer
 from kvcellar.models.blocks import Linear, Norm
+from kvcellar.types import LayerMemory, StateLayer
 
 T = TypeVar("T")
 

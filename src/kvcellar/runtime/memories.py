@@ -9,9 +9,8 @@ from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.memory import MemorySpec
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.types import CacheSpec
+from kvcellar.types import CacheSpec, MemorySpec
 
 
 def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:

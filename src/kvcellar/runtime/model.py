@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 from kvcellar.backends.base import OpenMemory
 from kvcellar.errors import ClosedError
-from kvcellar.memory import MemorySpec
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.backends import open_model_file
@@ -18,7 +17,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.tokenizer import Tokenizer
 from kvcellar.runtime.weights_hash import file_stamp, weights_hash
-from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
+from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
 
 
 class Model:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcellar._cellsets import Cells, cell_count, cells_where
 from kvcellar.cache.attention import AttentionCache
+from kvcellar.cellsets import Cells, cell_count, cells_where
 from kvcellar.errors import CacheFull, NotSupported, ShiftUnsupported
 
 

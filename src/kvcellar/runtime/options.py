@@ -10,9 +10,8 @@ from typing import TypeAlias
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
-from kvcellar.memory import MemorySpec, StateSpec, group_layers
 from kvcellar.models.base import ModelSpec
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.types import CacheSpec, KVType, MemorySpec, StateSpec, group_layers
 
 MAX_CELLS = 2**31 - 1
 MAX_SEQ = 4096

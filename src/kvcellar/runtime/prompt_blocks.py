@@ -17,7 +17,6 @@ from kvcellar.cache.porting import state_get
 from kvcellar.cache.room import n_kept
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotFileError
-from kvcellar.memory import StateSpec
 from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
 from kvcellar.snapshot.absence import Wanted
 from kvcellar.snapshot.block_checks import tokens_of
@@ -29,7 +28,7 @@ from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.reading import snapshot_from
 from kvcellar.snapshot.saved import SavedText, Snapshot
 from kvcellar.snapshot.stores.base import Buffer
-from kvcellar.types import CacheSpec
+from kvcellar.types import CacheSpec, StateSpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import TypeAlias, cast
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import MemorySpec
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.types import CacheSpec, KVType, MemorySpec
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 

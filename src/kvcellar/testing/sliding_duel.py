@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcellar._cellsets import cell_count
 from kvcellar.batch import Batch
 from kvcellar.cache.checkpoints import CheckpointBudget
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.transaction import Transaction
+from kvcellar.cellsets import cell_count
 from kvcellar.errors import CacheError, CacheFull
 from kvcellar.plan import Plan
 from kvcellar.testing.agreement import snapshot

@@ -16,8 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.backends.base import StateStore
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateLayer, StateSpec
 
 _N = 5
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.cache.state_placement import members_of
-from kvcellar.memory import StateLayer, StateSpec
 from kvcellar.plan import Plan
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateLayer, StateSpec
 
 
 class HistoryStore:

@@ -12,10 +12,9 @@ import numpy as np
 
 from kvcellar.backends.numpy.formulas import attend, f32
 from kvcellar.backends.numpy.ops import NumpyOps
-from kvcellar.memory import LayerMemory, MemorySpec
 from kvcellar.models.base import Architecture
 from kvcellar.testing.plans import causal_plan
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, LayerMemory, MemorySpec
 
 
 class UncachedOps(NumpyOps):

@@ -15,9 +15,9 @@ from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import MemorySpec
-from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan
-from kvcellar.types import AnyArray, Float32Array, KVType
+from kvcellar.batch import MicroBatch
+from kvcellar.plan import CellPlan, Plan, StatePlan
+from kvcellar.types import AnyArray, Float32Array, KVType, MemorySpec
 
 NO_MEMORY = MemorySpec((), None, ())
 _BYTES = 2**24

@@ -19,9 +19,20 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.operations import Ops
 from kvcellar.errors import AllocationError
-from kvcellar.memory import LayerMemory, LayerPlace, MemorySpec, StateLayer, StateSpec, group_layers
 from kvcellar.plan import CellLists, CellPlan, Plan, StatePlan
-from kvcellar.types import CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import (
+    CacheSpec,
+    Int64Array,
+    KVType,
+    LayerMemory,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+    StateLayer,
+    StateSpec,
+    group_layers,
+)
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 ROPE = RopeSpec("neox", 8)

@@ -16,13 +16,23 @@ from kvcellar.cache.content import (
     StateContent,
 )
 from kvcellar.cache.window_porting import trimmed
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.snapshot.llama.checks import check_finite
 from kvcellar.snapshot.llama.from_content import Target, from_content
 from kvcellar.snapshot.llama.layout import Generation, Kind
 from kvcellar.snapshot.llama.value import LlamaFile
 from kvcellar.snapshot.llama.writer import file_pieces
-from kvcellar.types import ByteArray, CacheSpec, Int32Array, Int64Array, KVType, LayerSpec
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Int32Array,
+    Int64Array,
+    KVType,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    StateLayer,
+    StateSpec,
+)
 
 N_VOCAB, ARCH = 100, "tiny"
 LAYER = LayerSpec(n_head_kv=1, head_dim_k=4, head_dim_v=2)

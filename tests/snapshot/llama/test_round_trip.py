@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from kvcellar.cache.content import CacheContent, CellContent
 from kvcellar.cache.content_checks import check_content
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.layout import Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.types import Int32Array
+from kvcellar.types import Int32Array, MemorySpec
 from tests.snapshot.llama.shapes import (
     ARCH,
     N_VOCAB,

@@ -18,8 +18,7 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.backends.hadamard import transform
 from kvcellar.backends.operations import Forward
-from kvcellar.memory import MemorySpec
-from kvcellar.types import ByteArray, CacheSpec, RowFormat
+from kvcellar.types import ByteArray, CacheSpec, MemorySpec, RowFormat
 
 
 class GgmlModelFile:

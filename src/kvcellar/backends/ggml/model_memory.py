@@ -9,8 +9,7 @@ from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kern
 from kvcellar.backends.ggml.product.products import Products, why_no_products
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.memory import LayerPlace, MemorySpec
-from kvcellar.types import CacheSpec
+from kvcellar.types import CacheSpec, LayerPlace, MemorySpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, ClosedError
-from kvcellar.memory import StateSpec
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 BUFFER = "the state buffer"
 _log = logging.getLogger(__name__)

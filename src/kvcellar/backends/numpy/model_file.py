@@ -15,8 +15,7 @@ from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.numpy.weights import NumpyWeights
 from kvcellar.backends.operations import Forward
-from kvcellar.memory import MemorySpec
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, RowFormat
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, MemorySpec, RowFormat
 
 
 class NumpyModelFile:

@@ -15,9 +15,8 @@ from kvcellar.backends.numpy.rope import magnitude, rotated
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import Forward
 from kvcellar.errors import NotSupported
-from kvcellar.memory import MemorySpec
 from kvcellar.plan import Plan, StatePlan
-from kvcellar.types import Float32Array, RopeSpec
+from kvcellar.types import Float32Array, MemorySpec, RopeSpec
 
 
 class NumpyOps(PlainOps):

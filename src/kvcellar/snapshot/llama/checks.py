@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.layout import VERSION, PartShape
 from kvcellar.snapshot.llama.value import Block, LlamaFile, Stream
-from kvcellar.types import ByteArray, CacheSpec, KVType
+from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec
 
 _EXPONENT = {
     KVType.F32: ("<u4", 0x7F800000),

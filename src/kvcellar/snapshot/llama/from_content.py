@@ -14,7 +14,6 @@ import numpy as np
 from kvcellar.cache.content import CacheContent, CellContent, StateContent
 from kvcellar.cache.window_porting import trimmed
 from kvcellar.errors import NotSupported, OptionError
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.checks import lies_otherwise, transforms_alike
 from kvcellar.snapshot.llama.layout import (
     VERSION,
@@ -32,7 +31,7 @@ from kvcellar.snapshot.llama.value import (
     Outputs,
     Stream,
 )
-from kvcellar.types import Int32Array, Int64Array, KVType
+from kvcellar.types import Int32Array, Int64Array, KVType, MemorySpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvcellar.errors import NotSupported
-from kvcellar.memory import MemorySpec, StateLayer
-from kvcellar.types import ByteArray, KVType, LayerSpec
+from kvcellar.types import ByteArray, KVType, LayerSpec, MemorySpec, StateLayer
 
 Kind: TypeAlias = Literal["sequence", "session", "buffer"]
 """One sequence in a file, a whole context in a file, or one sequence as its own bytes in memory."""

@@ -13,12 +13,11 @@ from typing import get_args
 import numpy as np
 
 from kvcellar.errors import NotSupported, SnapshotError, SnapshotFileError
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.cursor import Cursor
 from kvcellar.snapshot.llama.layout import MAGIC, VERSION, FileShape, Generation, Kind, file_shape
 from kvcellar.snapshot.llama.part_reader import read_states, read_stream
 from kvcellar.snapshot.llama.value import LlamaFile, Outputs, Stream
-from kvcellar.types import Int32Array
+from kvcellar.types import Int32Array, MemorySpec
 
 _MAX_NAME = 256
 

@@ -14,14 +14,13 @@ import numpy as np
 
 from kvcellar.cache.content import CacheContent, CellContent, HeldContent, StateContent
 from kvcellar.errors import NotSupported, SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import MemorySpec, StateSpec
 from kvcellar.snapshot.llama.checks import check_finite, check_part
 from kvcellar.snapshot.llama.layout import PartShape, file_shape
 from kvcellar.snapshot.llama.merging import Merged
 from kvcellar.snapshot.llama.naming import Naming, Tokens
 from kvcellar.snapshot.llama.value import FileStates, LlamaFile
 from kvcellar.snapshot.llama.windows import in_window
-from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType
+from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType, MemorySpec, StateSpec
 
 Texts: TypeAlias = "tuple[Int32Array, ...]"
 """Of each sequence where its tokens stand, ascending."""
