@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.hadamard import transform
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.conversion import converted

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.memory import available_bytes
 from kvcellar.cli.layer_caches import LayerCache, context_bytes, layer_caches, token_bytes
 from kvcellar.errors import UnsupportedModel

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml.buffers import HostBufferType
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.states import GgmlStateStore
-from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.errors import AllocationError
 from kvcellar.types import StateLayer, StateSpec
 from tests.backends.ggml.ops_bench import rows

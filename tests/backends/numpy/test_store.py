@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml import convert as ggml
+from kvcellar.backends.ggml import store as ggml
 from kvcellar.backends.numpy import convert, library
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.errors import AllocationError, LibraryError, OptionError

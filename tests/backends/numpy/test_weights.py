@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml import convert as ggml
+from kvcellar.backends.ggml import store as ggml
 from kvcellar.backends.numpy.gguf import GgufTensors
 from kvcellar.backends.numpy.weights import NumpyWeights
 from kvcellar.errors import ModelFileError, UnsupportedModel

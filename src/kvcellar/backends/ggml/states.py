@@ -13,9 +13,8 @@ import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
 from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.memory import array_at
-from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.types import Float32Array, Int64Array, StateSpec

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.backends import memory
-from kvcellar.backends.ggml.convert import from_rows, to_rows
 from kvcellar.backends.ggml.kernel import attention
 from kvcellar.backends.ggml.kernel.attention import (
     MAX_UNITS,
@@ -24,6 +23,7 @@ from kvcellar.backends.ggml.kernel.attention import (
 )
 from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
 from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
