@@ -13,8 +13,8 @@ import pytest
 from kvcellar.backends.ggml import model_memory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.inputs import Shape
-from kvcellar.backends.ggml.kernel.attention import why_no_kernel
-from kvcellar.backends.ggml.kernel.jit import why_not
+from kvcellar.backends.ggml.jit.attention import why_no_kernel
+from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.operations import Ops

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.kernel.jit import why_not
-from kvcellar.backends.ggml.kernel.shape import TYPES
+from kvcellar.backends.ggml.jit.attention_item import TYPES
+from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellLists, CellPlan
 from kvcellar.types import BoolArray, CacheSpec, Float32Array, KVType, LayerSpec, MemorySpec

@@ -11,7 +11,7 @@ from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, array_at
 from kvcellar.backends.ggml.graph import GgmlExecutor
-from kvcellar.backends.ggml.kernel.attention import why_no_kernel
+from kvcellar.backends.ggml.jit.attention import why_no_kernel
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.hadamard import transform

@@ -24,10 +24,10 @@ from kvcellar.backends.ggml.attention_nodes import AttentionNodes
 from kvcellar.backends.ggml.binding import ALL_THREADS, TYPE_F32, TYPE_I32, Ggml
 from kvcellar.backends.ggml.gguf import tensor_at
 from kvcellar.backends.ggml.inputs import Inputs, StateInputs, Target
+from kvcellar.backends.ggml.jit.lanes import FORMATS, RECORD, VALUES
+from kvcellar.backends.ggml.jit.product import Products
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
-from kvcellar.backends.ggml.product.format import FORMATS, RECORD, VALUES
-from kvcellar.backends.ggml.product.products import Products
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Routing
 from kvcellar.errors import NotSupported

@@ -15,9 +15,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
-from kvcellar.backends.ggml.kernel.item import LOG2_E, Item, ItemCode, sink_of
-from kvcellar.backends.ggml.kernel.shape import KernelShape
-from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, POINTER, Value, Vectors
+from kvcellar.backends.ggml.jit.attention_item import LOG2_E, Item, ItemCode, KernelShape, sink_of
+from kvcellar.backends.ggml.jit.ir import F32, I32, I64, POINTER, Value, Vectors
 
 FUNCTION = "attend"
 WORK = ir.LiteralStructType([POINTER] * 9 + [I64])  # attention.Work

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from kvcellar.backends.ggml.kernel.shape import KernelShape
+from kvcellar.backends.ggml.jit.attention_item import KernelShape
 
 ENV = "KVCELLAR_KERNEL"
 OLDEST = (0, 44)
@@ -101,7 +101,7 @@ def has_byte_products() -> bool:
 @cache  # whoever uses it keeps it: two threads may compile the same, and one result goes
 def compile_attention(shape: KernelShape) -> Compiled:
     """The attention kernel of a shape, as machine code."""
-    from kvcellar.backends.ggml.kernel.code import FUNCTION, kernel_ir
+    from kvcellar.backends.ggml.jit.attention_code import FUNCTION, kernel_ir
 
     return compile_ir(str(shape), lambda triple: kernel_ir(shape, triple), FUNCTION)
 

@@ -12,8 +12,8 @@ import ctypes as c
 
 import numpy as np
 
-from kvcellar.backends.ggml.kernel.jit import Compiled, compile_attention, processor, why_not
-from kvcellar.backends.ggml.kernel.shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.backends.ggml.jit.attention_item import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.backends.ggml.jit.compiler import Compiled, compile_attention, processor, why_not
 from kvcellar.backends.memory import scratch
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.backends.ggml.kernel.jit import OLDEST, why_no_llvm, why_not
-from kvcellar.backends.ggml.product.products import why_no_products
+from kvcellar.backends.ggml.jit.compiler import OLDEST, why_no_llvm, why_not
+from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.errors import OptionError
 from kvcellar.runtime.model import Model
 

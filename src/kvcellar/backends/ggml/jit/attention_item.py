@@ -3,6 +3,14 @@
 Scores, then weights ``exp2(score - highest)``, then V rows by weight. Cells are taken in blocks,
 heads inside, so that rows are read as they lie in memory; a row is widened once for all heads of a
 group that fit the registers.
+
+Reading K and V rows as floats, whatever type they are stored as.
+
+q8_0 and q4_0 are blocks of 32 values: a half that all are multiplied by, then 32 signed bytes, or
+16 bytes whose low halves are the first 16 values and whose high halves are the others, plus 8. A
+product of such a value and its scale is exact in f32.
+
+What a kernel is made for, and the memory it needs; sizes that both sides have to agree on.
 """
 
 from __future__ import annotations
@@ -11,9 +19,110 @@ from collections.abc import Callable
 from math import e, log2
 from typing import NamedTuple
 
-from kvcellar.backends.ggml.kernel.rows import Row
-from kvcellar.backends.ggml.kernel.shape import BLOCK, PREFETCHED, QUAD, KernelShape, tiles
-from kvcellar.backends.ggml.kernel.vectors import F32, I32, I64, Value, Vectors
+from llvmlite import ir
+
+from kvcellar.backends.ggml.jit.ir import BYTE, F32, HALF, I32, I64, Value, Vectors
+from kvcellar.types import KVType
+
+_SCALE_BYTES = 2
+
+
+class Row:
+    """One head of a row, read a vector at a time.
+
+    A block's scale is loaded where it is first used: all of a row's loads lie on one path.
+    """
+
+    def __init__(self, x: Vectors, kind: KVType, place: Value) -> None:
+        self._x = x
+        self._kind = kind
+        self._place = place
+        self._scales: dict[int, Value] = {}
+
+    def load(self, start: int) -> Value:
+        """``lanes`` values from ``start`` on, a multiple of ``lanes``."""
+        if self._kind is KVType.F16:
+            return self._x.load_half(self._place, 2 * start)
+        block, i = divmod(start, self._kind.block_size)
+        values = block * self._kind.block_bytes + _SCALE_BYTES
+        read = self._bytes if self._kind is KVType.Q8_0 else self._nibbles
+        return self._x.b.fmul(read(values, i), self._scale(block))
+
+    def _scale(self, block: int) -> Value:
+        if block not in self._scales:
+            half = self._x.scalar(HALF, self._place, block * self._kind.block_bytes)
+            self._scales[block] = self._x.splat(self._x.b.fpext(half, F32))
+        return self._scales[block]
+
+    def _bytes(self, values: int, i: int) -> Value:
+        return self._x.floats(self._x.load_bytes(self._place, values + i))
+
+    def _nibbles(self, values: int, i: int) -> Value:
+        x, b, n = self._x, self._x.b, self._kind.block_size // 2
+        pairs = x.load_bytes(self._place, values + i % n)
+        kind, high = pairs.type, i >= n
+        mask = ir.Constant(kind, [BYTE(4 if high else 15)] * x.lanes)
+        nibbles = b.lshr(pairs, mask) if high else b.and_(pairs, mask)
+        return x.floats(b.sub(nibbles, ir.Constant(kind, [BYTE(8)] * x.lanes)))
+
+
+UNIT = 64
+"""Cells of a unit; a multiple of it where a list would have more than :data:`MANY` units."""
+MANY = 32
+BLOCK = 16
+"""Cells whose scores are computed before the next K/V head has its turn."""
+PREFETCHED = 48
+"""How far behind a unit lists are looked at, to ask for rows early."""
+QUAD = 4
+"""Cells whose scores are computed at once."""
+TYPES = (KVType.F16, KVType.Q8_0, KVType.Q4_0)
+"""Types of K and V whose rows can be read."""
+
+
+class KernelShape(NamedTuple):
+    """What a kernel is made for."""
+
+    head_dim_k: int
+    head_dim_v: int
+    group: int  # query heads a K/V head
+    lanes: int  # floats a vector, of which both head sizes are multiples
+    registers: int  # vectors that accumulate at once
+    type_k: KVType = KVType.F16
+    type_v: KVType = KVType.F16
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of a K head of a cell."""
+        return self.type_k.row_bytes(self.head_dim_k)
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of a V head of a cell."""
+        return self.type_v.row_bytes(self.head_dim_v)
+
+    @property
+    def item_floats(self) -> int:
+        """Floats an item leaves: weighted V, largest score and sum of weights of each head."""
+        return -(-self.group * (self.head_dim_v + 2) // 16) * 16
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of partial sums of products that a thread needs."""
+        return self.group * BLOCK // QUAD * self.lanes
+
+    def thread_bytes(self, n_head_kv: int, unit: int) -> int:
+        """Bytes a thread needs: partial sums, then scores of all heads."""
+        return 4 * (self.partial_floats + n_head_kv * self.group * unit)
+
+
+def tiles(n: int, most: int) -> list[range]:
+    """``range(n)`` in as few and as equal pieces of at most ``most`` as can be."""
+    n_pieces = -(-n // most)
+    edges = [n * i // n_pieces for i in range(n_pieces + 1)]
+    return [range(edges[i], edges[i + 1]) for i in range(n_pieces)]
+
 
 _AHEAD = PREFETCHED // BLOCK - 1
 LOG2_E = log2(e)

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.backends import memory
-from kvcellar.backends.ggml.kernel import attention
-from kvcellar.backends.ggml.kernel.attention import (
+from kvcellar.backends.ggml.jit import attention
+from kvcellar.backends.ggml.jit.attention import (
     MAX_UNITS,
     AttentionKernel,
     unit_sizes,
     why_no_kernel,
 )
-from kvcellar.backends.ggml.kernel.jit import ENV, Processor, why_not
-from kvcellar.backends.ggml.kernel.shape import MANY, TYPES, UNIT
+from kvcellar.backends.ggml.jit.attention_item import MANY, TYPES, UNIT
+from kvcellar.backends.ggml.jit.compiler import ENV, Processor, why_not
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.plan import CellLists

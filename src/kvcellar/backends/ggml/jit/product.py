@@ -12,8 +12,8 @@ from functools import cache
 import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
-from kvcellar.backends.ggml.kernel.jit import Compiled, compile_ir, has_byte_products, why_not
-from kvcellar.backends.ggml.product.format import FORMATS, LANES, MOST, VALUES, unpacked_bytes
+from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, has_byte_products, why_not
+from kvcellar.backends.ggml.jit.lanes import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 from kvcellar.backends.memory import scratch
 
 _BUFFER = "products of weights"
@@ -83,16 +83,14 @@ class Products:
 
 @cache
 def _compile_quantise() -> Compiled:
-    from kvcellar.backends.ggml.product.call import FUNCTION
-    from kvcellar.backends.ggml.product.records import quantise_ir
+    from kvcellar.backends.ggml.jit.product_code import FUNCTION, quantise_ir
 
     return compile_ir("quantised activations", quantise_ir, FUNCTION)
 
 
 @cache
 def _compile_product(kind: int, tokens: int) -> Compiled:
-    from kvcellar.backends.ggml.product.call import FUNCTION
-    from kvcellar.backends.ggml.product.code import product_ir
+    from kvcellar.backends.ggml.jit.product_code import FUNCTION, product_ir
 
     form = FORMATS[kind]
     title = f"products of {form.name}, {tokens or 'many'} tokens"
