@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.formulas import attend
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import ExpertWeights, Ops
 from kvcellar.errors import PositionError

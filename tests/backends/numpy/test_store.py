@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml import store as ggml
-from kvcellar.backends.numpy import convert, library
+from kvcellar.backends.numpy import gguf as library
+from kvcellar.backends.numpy import store as convert
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.errors import AllocationError, LibraryError, OptionError
 from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs, tolerance
