@@ -25,7 +25,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcellar.cache.search import find_cells
+from kvcellar.cache.placement import find_cells
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
 from kvcellar.cellsets import pack_owners

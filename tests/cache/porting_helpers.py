@@ -10,10 +10,8 @@ import numpy as np
 from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
-from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.hybrid import HybridCache, parts_of
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.testing.agreement import snapshot

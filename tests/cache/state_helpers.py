@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.errors import (
     KVCellarError,

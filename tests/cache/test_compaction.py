@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache import AttentionCache, upkeep
-from kvcellar.cache.compaction import fragmentation, plan_moves
+from kvcellar.cache import AttentionCache
+from kvcellar.cache import rows as upkeep
+from kvcellar.cache.rows import fragmentation, plan_moves
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.testing.agreement import snapshot as all_bytes
 from kvcellar.testing.naive import naive_moves

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.parts import has_states, parts_of
+from kvcellar.cache.hybrid import HybridCache, has_states, parts_of
 from kvcellar.errors import (
     BatchError,
     CacheError,

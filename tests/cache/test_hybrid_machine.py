@@ -17,11 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.transaction import Undoable
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, HybridCache
-from kvcellar.cache.parts import has_states
+from kvcellar.cache.hybrid import has_states
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.errors import BatchError, CacheFull, PositionError
 from tests.cache.helpers import snapshot

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.search import find_cells
+from kvcellar.cache.placement import find_cells
 from kvcellar.cells import CellTable
 from kvcellar.cellsets import pack_owners
 from kvcellar.errors import BatchError, CacheError, CacheFull

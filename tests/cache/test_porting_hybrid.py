@@ -12,8 +12,7 @@ from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import CacheContent
-from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.hybrid import HybridCache, parts_of
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import (
     AllocationError,

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache.base import Cache, KeepsCheckpoints
-from kvcellar.cache.content import CacheContent, CellContent
+from kvcellar.cache.content import CacheContent, CellContent, join
+from kvcellar.cache.eviction import n_kept
 from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.joining import join
 from kvcellar.cache.porting import state_get, state_set
-from kvcellar.cache.room import n_kept
 from kvcellar.errors import OptionError, SnapshotFileError
 from tests.cache.porting_helpers import (
     WINDOW,

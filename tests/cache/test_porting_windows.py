@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache import CheckpointBudget
-from kvcellar.cache.content import CacheContent, WindowContent
+from kvcellar.cache.content import CacheContent, WindowContent, pick
+from kvcellar.cache.eviction import n_kept
 from kvcellar.cache.porting import state_get, state_set
-from kvcellar.cache.room import n_kept
-from kvcellar.cache.slicing import pick
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import (
     CacheFull,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.errors import (
     NotSupported,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch, MicroBatch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cellsets import pack_owners
 from kvcellar.errors import (
     BatchError,

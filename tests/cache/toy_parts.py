@@ -9,11 +9,10 @@ import numpy as np
 
 from kvcellar.batch import Batch, MicroBatch, Rows
 from kvcellar.cache import AttentionCache, CacheView, Placement
-from kvcellar.cache.base import Coupled
-from kvcellar.cache.checkpoints import CheckpointBudget
+from kvcellar.cache.base import CheckpointBudget, Coupled
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.cache.undoable import Remember, Undoable
+from kvcellar.cache.transaction import Remember, Undoable
 from kvcellar.cells import CellTable
 from kvcellar.cellsets import clamp_range, unpack_owners
 from kvcellar.errors import CacheError, OptionError, PositionError

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
-from kvcellar.cache.parts import has_states
+from kvcellar.cache.hybrid import has_states
 from kvcellar.runtime.context import Context
 from kvcellar.types import Float32Array
 from tests.runtime.archs import F32, HYBRID, RECURRENT, WINDOWED, check_logits, opened, text

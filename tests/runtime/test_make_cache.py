@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.cache import AttentionCache, Cache, HybridCache
-from kvcellar.cache.parts import has_states, parts_of
+from kvcellar.cache.hybrid import has_states, parts_of
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.models.base import ModelSpec

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.joining import join
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.content import join
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotMismatch

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.parts import has_states
+from kvcellar.cache.hybrid import has_states
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.stores.memory import MemoryStore

@@ -20,7 +20,7 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.cache.upkeep import Upkeep
+from kvcellar.cache.rows import Upkeep
 from kvcellar.testing import soak
 from kvcellar.testing.duel import Duel
 from kvcellar.testing.signs import MIXED, Setup

@@ -1,8 +1,7 @@
 """Caches: llama.cpp's verbs over a table of cells and a store of K and V rows."""
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, Coupled, OnShared
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Coupled, OnShared
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.recurrent import RecurrentCache, state_rows

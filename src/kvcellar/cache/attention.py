@@ -9,6 +9,10 @@ What that means for the bytes is in ``upkeep.py``, and how it is taken back in `
 * Invariant 6: the K row of a cell is the key rotated to ``position - pending``; after ``update``,
   to ``position``. V is never touched by a shift.
 * Invariant 9: rows of freed cells are zeroed before attention looks at them again.
+
+What can be asked of a cache that keeps account of its cells in a table.
+
+Cells of K and V taken out of a cache, and put into one.
 """
 
 from __future__ import annotations
@@ -17,27 +21,179 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch, MicroBatch, Rows, split_simple
 from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.cell_porting import PortsCells
-from kvcellar.cache.decoding import Decoding
+from kvcellar.cache.content import NO_TOKENS, CellContent, RowBytes
 from kvcellar.cache.placement import (
     CellPart,
     CellPlacement,
     Placement,
     check_coupled,
+    find_cells,
     micro_batch,
+    require_free,
 )
-from kvcellar.cache.search import require_free
-from kvcellar.cache.tabled import Tabled
-from kvcellar.cache.transaction import Transaction
-from kvcellar.cache.undoable import Remember
-from kvcellar.cache.upkeep import Upkeep
+from kvcellar.cache.rows import Upkeep
+from kvcellar.cache.transaction import Decoding, Remember, Transaction
+from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable, check_moved
-from kvcellar.cellsets import cell_count, cells_where
-from kvcellar.errors import CacheError, OptionError, ShiftUnsupported
-from kvcellar.types import CacheSpec
+from kvcellar.cellsets import cell_count, cells_where, pack_owners
+from kvcellar.errors import CacheError, OptionError, ShiftUnsupported, SnapshotMismatch
+from kvcellar.types import CacheSpec, Int32Array, Int64Array
+
+
+class Tabled:
+    """Questions about cells and positions, answered from ``table``."""
+
+    table: CellTable
+
+    @property
+    def used(self) -> int:
+        """How many cells have an owner."""
+        return self.table.used
+
+    @property
+    def token_count(self) -> int:
+        """The sum of owners over cells: a shared cell counts once for each."""
+        return self.table.token_count
+
+    @property
+    def head(self) -> int:
+        """Where the next search for free cells starts."""
+        return self.table.head
+
+    def cell_max(self) -> int:
+        """The index behind the last used cell."""
+        return self.table.cell_max()
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The smallest position of a sequence, -1 when it is empty."""
+        return self.table.seq_pos_min(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The largest position of a sequence, -1 when it is empty."""
+        return self.table.seq_pos_max(seq_id)
+
+    def n_free(self) -> int:
+        """How many cells may be filled."""
+        return self.table.n_free()
+
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens of a sequence are held."""
+        return self.table.seq_count(seq_id)
+
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in the order of their positions; -1 where an embedding was decoded."""
+        return self.table.tokens_of(seq_id)
+
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, ascending."""
+        at: Int32Array = self.table.positions[self.table.cells_of(seq_id)]
+        return at
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
+        return CacheView.of(self.table, n_seq_max)
+
+    def check(self) -> None:
+        """Prove invariants 1 to 4; see :mod:`kvcellar.cells`."""
+        self.table.check()
+
+
+class PortsCells:
+    """What a cache of cells needs for :mod:`kvcellar.cache.porting`."""
+
+    table: CellTable
+    store: KVStore
+    _upkeep: Upkeep
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved."""
+        raise NotImplementedError
+
+    def port_out(
+        self,
+        seq_ids: Sequence[int],
+        lo: int,
+        hi: int,
+        checkpoints: bool,  # noqa: ARG002  (there are none here)
+    ) -> CellContent:
+        """What sequences hold in a range of positions; nothing may be pending."""
+        table = self.table
+        mine = [table.cells_of(seq) for seq in seq_ids]
+        mine = [cells[_within(table.positions[cells], lo, hi)] for cells in mine]
+        cells, numbers = _distinct(mine, table.positions)
+        seqs = np.repeat(np.arange(len(mine)), [len(one) for one in mine])
+        return CellContent(
+            positions=table.positions[cells],
+            tokens=table.tokens[cells],
+            owners=np.stack((numbers, seqs)).astype(np.int64),
+            rows=read_rows(self.store, cells),
+            slid=(NO_TOKENS,) * len(mine),
+        )
+
+    def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound content into free cells; whoever calls takes back what fails half way.
+
+        Raises:
+            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
+        """
+        if any(slid.shape[1] for slid in content.slid):
+            hint = "load it into a cache whose windows slide, or decode the text again"
+            raise SnapshotMismatch("swa_full", False, True, hint)
+        self._fill(content, seq_ids, shift)
+
+    def _fill(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
+        n, table = len(content.positions), self.table
+        if shift and n and not self.can_shift:
+            raise ShiftUnsupported(
+                "the K rows of this cache cannot be rotated: load at the positions they stand at"
+            )
+        if n == 0:
+            return
+        cells = self._cells_for(n)
+        self._upkeep.mark(cells)
+        write_rows(self.store, cells, content.rows)
+        owners = np.asarray(seq_ids, np.int64)[content.owners[1]]
+        bits = pack_owners(content.owners[0], owners, n, len(table.owners))
+        table.place(cells, content.positions + np.int32(shift), bits, content.tokens, shift)
+
+    def _cells_for(self, n: int) -> Int64Array:
+        """Free cells for n tokens."""
+        return find_cells(self.table, n)
+
+
+def read_rows(store: KVStore, cells: Int64Array) -> RowBytes:
+    """Copies of the rows of cells."""
+    layers = range(len(store.spec.layers))
+    k = tuple(store.read_raw(i, "k", cells) for i in layers)
+    return RowBytes(k, tuple(store.read_raw(i, "v", cells) for i in layers))
+
+
+def write_rows(store: KVStore, cells: Int64Array, rows: RowBytes) -> None:
+    """Let cells have these rows."""
+    for i, (k, v) in enumerate(zip(rows.k, rows.v, strict=True)):
+        store.write_raw(i, "k", cells, k)
+        store.write_raw(i, "v", cells, v)
+
+
+def _within(at: Int32Array, lo: int, hi: int) -> slice:
+    """Which of ascending positions lie in a range."""
+    return slice(int(np.searchsorted(at, lo)), int(np.searchsorted(at, hi)))
+
+
+def _distinct(mine: list[Int64Array], positions: Int32Array) -> tuple[Int64Array, Int64Array]:
+    """All cells by their positions, each once; and of each mention which of them it is."""
+    every = np.concatenate([np.empty(0, np.int64), *mine])
+    by_number, which = np.unique(every, return_inverse=True)
+    order = np.argsort(positions[by_number], kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return by_number[order], rank[which]
 
 
 class AttentionCache(Tabled, PortsCells, Decoding):

@@ -15,9 +15,9 @@ from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import CacheContent
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.eviction import within
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.cache.recurrent import RecurrentCache
-from kvcellar.cache.slid import within
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cellsets import clamp_range
 from kvcellar.errors import NotSupported, OptionError, PositionError

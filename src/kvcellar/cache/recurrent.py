@@ -12,6 +12,17 @@ may stand at different positions, and a state stands for many tokens, which a ce
 * ``seq_add`` and ``seq_div`` change recorded positions, of this sequence only.
 * A state absorbs any number of tokens: ``n_free`` is always ``spec.size``, what the context was
   made for, and refuses none.
+
+What can be asked of a cache of states.
+
+States taken out of a cache, and put into one.
+
+What a state demands of a batch: no gaps, and no token that would mix two states.
+
+Taking back what happened to states: a list of references, as no state is changed in its row.
+
+Rows that were in use when a transaction began stay as they are until it ends, whoever has given
+them up inside; ``CacheFull`` counts them as not free.
 """
 
 from __future__ import annotations
@@ -19,25 +30,228 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from kvcellar.backends.base import StateStore
 from kvcellar.batch import Batch, MicroBatch, Rows, split_equal
-from kvcellar.cache.base import Coupled
-from kvcellar.cache.checkpoints import CheckpointPolicy
-from kvcellar.cache.decoding import Decoding
-from kvcellar.cache.held_states import HeldStates
+from kvcellar.cache.base import CheckpointPolicy, Coupled
+from kvcellar.cache.content import HeldContent, StateContent
 from kvcellar.cache.placement import Placement, micro_batch
-from kvcellar.cache.recorded import Recorded
-from kvcellar.cache.state_checks import check_follows
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
-from kvcellar.cache.state_porting import PortsStates
-from kvcellar.cache.state_transaction import StateTransaction
-from kvcellar.cache.undoable import Remember, Undoable
-from kvcellar.cellsets import checked_id, clamp_range
-from kvcellar.errors import CacheError, OptionError
-from kvcellar.types import MAX_POSITION, CacheSpec
+from kvcellar.cache.states import HeldState, HeldStates, History
+from kvcellar.cache.transaction import Decoding, Nested, NestHost, Remember, Undoable
+from kvcellar.cache.view import CacheView
+from kvcellar.cells import CellTable
+from kvcellar.cellsets import checked_id, clamp_range, pack_owners, unpack_owners
+from kvcellar.errors import BatchError, CacheError, CacheFull, OptionError, PositionError
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array
+
+
+class Recorded:
+    """Questions about sequences, answered from ``states``. A cell is a row with an owner."""
+
+    spec: CacheSpec
+    store: StateStore
+    states: HeldStates
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved: they are only recorded, so they can."""
+        return True
+
+    @property
+    def used(self) -> int:
+        """How many rows are the state of a sequence; those of checkpoints do not count."""
+        return len({held.row for held in self.states.of if held})
+
+    @property
+    def token_count(self) -> int:
+        """The sum of owners over rows: how many sequences have a state."""
+        return sum(held is not None for held in self.states.of)
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The position of the last token, for which alone a state stands; -1 when empty."""
+        return self.seq_pos_max(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The position of the last token, -1 when the sequence is empty."""
+        return self._history(seq_id).last
+
+    def n_free(self) -> int:
+        """How many more tokens fit: always as many as the context was made for."""
+        return self.spec.size
+
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens the sequence's state has absorbed."""
+        return self._history(seq_id).n
+
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in their order; -1 where an embedding was decoded."""
+        tokens: Int32Array = self._history(seq_id).tokens.copy()
+        return tokens
+
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, never descending."""
+        at: Int32Array = self._history(seq_id).positions.copy()
+        return at
+
+    def checkpoints(self, seq_id: int) -> tuple[int, ...]:
+        """The positions of the last tokens of older states that a sequence can go back to."""
+        held = self._held(seq_id)
+        if held is None:
+            return ()
+        return tuple(int(held.history.positions[one.n - 1]) for one in held.checkpoints)
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The rows as a value: of each its owners, and the last token of the first of them."""
+        table = CellTable(self.store.spec.n_rows, self.spec.n_seq_max)
+        owners: dict[int, list[int]] = {}
+        for seq, held in enumerate(self.states.of):
+            if held is not None:
+                owners.setdefault(held.row, []).append(seq)
+        for row, seqs in owners.items():
+            text = self._history(seqs[0])
+            bits = pack_owners(np.zeros(len(seqs), np.int64), np.array(seqs), 1, len(table.owners))
+            table.place(np.array([row]), text.positions[-1:], bits, text.tokens[-1:])
+        return CacheView.of(table, n_seq_max)
+
+    def check(self) -> None:
+        """Prove that nobody who refers to a row means another state than the others do."""
+        self.states.check()
+
+    def _history(self, seq_id: int) -> History:
+        held = self._held(seq_id)
+        return History.empty() if held is None else held.history
+
+    def _held(self, seq_id: int) -> HeldState | None:
+        return self.states.of[checked_id(seq_id, self.spec.n_seq_max)]
+
+
+class PortsStates:
+    """What a cache of states needs for :mod:`kvcellar.cache.porting`."""
+
+    store: StateStore
+    states: HeldStates
+
+    def port_out(self, seq_ids: Sequence[int], lo: int, checkpoints: bool) -> StateContent:
+        """The states of sequences, and the texts from a position on that made them."""
+        rows: dict[int, int] = {}  # of each row its number among the states
+        held: list[HeldContent | None] = []
+        for seq in seq_ids:
+            mine = self.states.of[seq]
+            if mine is None or (first := mine.history.n_before(lo)) == mine.history.n:
+                held.append(None)
+                continue
+            kept = mine.checkpoints if checkpoints else ()
+            state = rows.setdefault(mine.row, len(rows))
+            pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)
+            at, tokens = mine.history.positions[first:], mine.history.tokens[first:]
+            held.append(HeldContent(at.copy(), tokens.copy(), state, pairs))
+        return StateContent(self.store.read(np.array(list(rows), np.int64)), tuple(held))
+
+    def port_in(self, content: StateContent, seq_ids: Sequence[int], shift: int) -> None:
+        """Let empty sequences have sound states; of checkpoints as many as there is room for.
+
+        Raises:
+            CacheFull: fewer rows are free than sequences need.
+        """
+        wanted = [None if held is None else held.state for held in content.held]
+        needed = list(dict.fromkeys(state for state in wanted if state is not None))
+        free = self.states.unused()
+        if len(needed) > len(free):
+            hint = "all rows of states are in use: remove sequences or use a larger n_seq_max"
+            raise CacheFull(len(needed), len(free), hint)
+        n_kept = min(self.states.limit, len(free) - len(needed))
+        chosen = [*needed, *_latest(content, needed, n_kept)]
+        rows = dict(zip(chosen, free, strict=False))
+        self.store.write(_array(list(rows.values())), content.states[_array(chosen)])
+        self.states.adopt(content, seq_ids, rows, shift)
+
+
+def _latest(content: StateContent, taken: Sequence[int], n: int) -> list[int]:
+    """At most n states of checkpoints alone, those after the most tokens first."""
+    ends: dict[int, int] = {}
+    for held in content.held:
+        for end, state in () if held is None else held.checkpoints:
+            ends[state] = max(end, ends.get(state, 0))
+    alone = [state for state in ends if state not in taken]
+    return sorted(alone, key=lambda state: -ends[state])[:n]
+
+
+def _array(numbers: Sequence[int]) -> Int64Array:
+    return np.array(numbers, np.int64)
+
+
+def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> None:
+    """Refuse a batch that states cannot absorb.
+
+    Args:
+        rows: the batch.
+        last: of each sequence its last position, -1 if it is empty and may start anywhere.
+        states: of each sequence a number that tells its state from others.
+
+    Raises:
+        PositionError: a position does not follow on; names both.
+        BatchError: a token's owners have not the same state.
+    """
+    last, states = list(last), list(states)
+    owners: list[list[int]] = [[] for _ in range(len(rows))]
+    for row, seq in zip(*(ids.tolist() for ids in unpack_owners(rows.owners)), strict=True):
+        owners[row].append(seq)
+    for row, (at, seqs) in enumerate(zip(rows.positions.tolist(), owners, strict=True)):
+        for seq in seqs:
+            if last[seq] >= 0 and at != last[seq] + 1:
+                raise PositionError(
+                    f"token {row} of sequence {seq} stands at position {at}, but the sequence "
+                    f"ends at {last[seq]}: a state has to absorb its tokens without a gap"
+                )
+            if states[seq] != states[seqs[0]]:
+                raise BatchError(
+                    f"token {row} is shared by sequences {seqs}, which do not share their state: "
+                    "give each its own token, or seq_cp one to the others first"
+                )
+        for seq in seqs:
+            last[seq], states[seq] = at, -1 - row  # a state that only these have
+
+
+class StateHost(NestHost, Protocol):
+    """What a transaction needs of a cache of states."""
+
+    def zero_unused(self) -> None:
+        """Zero the rows that nobody refers to."""
+
+
+class StateTransaction(Nested):
+    """States, positions and checkpoints, as they are when it begins."""
+
+    def __init__(
+        self,
+        host: StateHost,
+        states: HeldStates,
+        nest: list[StateTransaction],
+        watchers: Sequence[Remember],
+    ) -> None:
+        super().__init__(host, nest, watchers)
+        self.zero_later = False
+        self._cache = host
+        self._states = states
+        self._all = nest
+        nest.append(self)
+        states.saved.append(list(states.of))
+
+    def _take_back(self) -> None:
+        self._states.of[:] = self._states.saved[-1]
+
+    def _ended(self, *, kept: bool) -> None:
+        self._all.pop()
+        self._states.saved.pop()
+        if kept and self.zero_later:
+            if self._all:
+                self._all[-1].zero_later = True
+            else:
+                self._cache.zero_unused()
 
 
 def state_rows(n_seq_max: int, n_checkpoints: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.cli.console import human_bytes
 from kvcellar.types import ByteArray
 

@@ -49,7 +49,7 @@ def _rate(n_tokens: int, seconds: float) -> str:
 
 def _memory(context: Context) -> tuple[int, int]:
     """Bytes of K, V and states that are used, and that there are."""
-    from kvcellar.cache.parts import parts_of
+    from kvcellar.cache.hybrid import parts_of
 
     states = context.memory_spec.states
     used, size = 0, 0 if states is None else states.n_bytes

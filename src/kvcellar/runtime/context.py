@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.base import Cache
-from kvcellar.cache.compaction import check_threshold
+from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
 from kvcellar.runtime.loading import LoadOptions, load_file, load_one

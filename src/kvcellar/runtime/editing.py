@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvcellar.cache.base import Cache
-from kvcellar.cache.parts import has_states
+from kvcellar.cache.hybrid import has_states
 from kvcellar.errors import ClosedError, NotSupported, OptionError
 from kvcellar.runtime.held import Gap, HeldText
 from kvcellar.runtime.options import check_range

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.runtime.moving import n_copies, n_freed, require_moving
 from kvcellar.runtime.options import check_range

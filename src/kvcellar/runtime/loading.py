@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content import CacheContent, between
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.porting import state_set
-from kvcellar.cache.slicing import between
 from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.making import new_sequences

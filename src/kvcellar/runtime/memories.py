@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kvcellar.backends.base import KVStore, OpenMemory
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CellCache
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CellCache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache

@@ -9,12 +9,11 @@ import numpy as np
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content import CacheContent, join
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.joining import join
-from kvcellar.cache.parts import parts_of
+from kvcellar.cache.eviction import n_kept
+from kvcellar.cache.hybrid import parts_of
 from kvcellar.cache.porting import state_get
-from kvcellar.cache.room import n_kept
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotFileError
 from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import CacheContent
-from kvcellar.cache.parts import has_states
+from kvcellar.cache.hybrid import has_states
 from kvcellar.cache.porting import is_plain
 from kvcellar.errors import (
     BatchError,

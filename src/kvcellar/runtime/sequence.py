@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcellar.batch import Batch
-from kvcellar.cache.undoable import Undo
+from kvcellar.cache.transaction import Undo
 from kvcellar.errors import BatchError, OptionError
 from kvcellar.runtime.editing import EditableText
 from kvcellar.runtime.generation import FinishReason, Generation

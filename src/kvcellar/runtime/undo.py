@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcellar.cache.undoable import Undo
+from kvcellar.cache.transaction import Undo
 
 if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence

@@ -1,4 +1,4 @@
-"""Compaction as plainly as it can be written: the oracle of ``kvcellar.cache.compaction``."""
+"""Compaction as plainly as it can be written: the oracle of ``kvcellar.cache.rows``."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
-from kvcellar.cache.undoable import Undoable
+from kvcellar.cache.transaction import Undoable
 from kvcellar.errors import BatchError, CacheFull, KVCellarError, PositionError
 from kvcellar.testing.duel import Interrupted
 from kvcellar.testing.naive_recurrent import NaiveStates

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.testing.recurrent_duel import shared_groups
 from kvcellar.testing.states import HistoryStore

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget
+from kvcellar.cache.base import CheckpointBudget
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.transaction import Transaction

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.compaction import plan_moves
+from kvcellar.cache.rows import plan_moves
 from kvcellar.errors import CacheFull
 from kvcellar.testing.naive import NaiveCache, NaiveToken
 from kvcellar.testing.signed import SignedStore, signed_spec

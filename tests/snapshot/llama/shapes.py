@@ -14,8 +14,8 @@ from kvcellar.cache.content import (
     HeldContent,
     RowBytes,
     StateContent,
+    trimmed,
 )
-from kvcellar.cache.window_porting import trimmed
 from kvcellar.snapshot.llama.checks import check_finite
 from kvcellar.snapshot.llama.from_content import Target, from_content
 from kvcellar.snapshot.llama.layout import Generation, Kind

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcellar.cache.content import CacheContent, CellContent, StateContent
-from kvcellar.cache.window_porting import trimmed
+from kvcellar.cache.content import CacheContent, CellContent, StateContent, trimmed
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.snapshot.llama.checks import lies_otherwise, transforms_alike
 from kvcellar.snapshot.llama.layout import (

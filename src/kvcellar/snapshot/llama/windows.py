@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcellar.cache.content import CellContent
-from kvcellar.cache.window_porting import trimmed
+from kvcellar.cache.content import CellContent, trimmed
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
 from kvcellar.snapshot.llama.naming import Tokens
 from kvcellar.types import CacheSpec, Int32Array

@@ -7,25 +7,208 @@ what is held of it stays dense.
 
 A cell at p has left a sequence that reaches q when ``p <= q - n_kept(window)``. The next token
 needs one cell less than that keeps: the last token can always be taken back.
+
+What a cache of a window remembers of the tokens that it holds no more.
+
+The next token of a sequence, at q, attends to ``q - window + 1 … q - 1``. A sequence is *whole*
+while no token that slid out is among those: then decoding on gives what a full cache would give.
+
+Where the tokens of a batch go when cells that slid out are used again.
+
+A microbatch may fill cells that the one before it wrote, and still reads. So that all fit is tried
+out first, and each gets its cells when its plan is asked for, before it is computed: its mask shows
+the table as of then. Rows of cells that were held when the batch began are kept before they are
+given up, and a release writes them back (invariant 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch
-from kvcellar.cache.search import find_cells
-from kvcellar.cache.slid import Slid
+from kvcellar.cache.placement import cell_plan, find_cells
+from kvcellar.cache.rows import Upkeep
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
 from kvcellar.cells import CellTable, SavedCells
 from kvcellar.cellsets import cell_count, cell_numbers
 from kvcellar.errors import CacheFull, OptionError
-from kvcellar.types import Int32Array, Int64Array
+from kvcellar.plan import CellPlan
+from kvcellar.types import BoolArray, CacheSpec, Float16Array, Int32Array, Int64Array
+
+Positions: TypeAlias = "Int32Array | Int64Array"
+
+Move: TypeAlias = Callable[[Int64Array], Int64Array]
+"""Where positions go."""
+
+_NONE = np.empty((2, 0), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Slid:
+    """The tokens of one sequence that slid out, in the order of their positions; a value.
+
+    ``pieces`` are positions over token ids, ``[2, n]`` each, none more than half as long as the
+    one before it: taking in more is cheap, and so is keeping what there was.
+    """
+
+    pieces: tuple[Int32Array, ...] = ()
+
+    @classmethod
+    def of(cls, positions: Positions, tokens: Int32Array) -> Slid:
+        """These tokens, in the order of their positions."""
+        order = np.argsort(positions, kind="stable")
+        rows = np.stack((positions[order], tokens[order])).astype(np.int32)
+        return cls((rows,) if len(order) else ())
+
+    def __len__(self) -> int:
+        return sum(piece.shape[1] for piece in self.pieces)
+
+    @property
+    def positions(self) -> Int32Array:
+        """Where they stood, or would stand by now."""
+        at: Int32Array = self._rows()[0]
+        return at
+
+    @property
+    def tokens(self) -> Int32Array:
+        """Their ids."""
+        tokens: Int32Array = self._rows()[1]
+        return tokens
+
+    def grown(self, positions: Int32Array, tokens: Int32Array) -> Slid:
+        """These and tokens behind them, in the order of their positions."""
+        new = np.stack((positions, tokens)).astype(np.int32)
+        pieces = list(self.pieces)
+        while pieces and pieces[-1].shape[1] < 2 * new.shape[1]:
+            new = np.concatenate((pieces.pop(), new), axis=1)
+        return Slid((*pieces, new))
+
+    def inside(self, lo: int, hi: int) -> Slid:
+        """Those whose positions lie in the range."""
+        return self._where(within(self.positions, lo, hi))
+
+    def outside(self, lo: int, hi: int) -> Slid:
+        """Those whose positions do not lie in the range."""
+        return self._where(~within(self.positions, lo, hi))
+
+    def joined(self, other: Slid) -> Slid:
+        """These and others, in the order of their positions."""
+        at, tokens = np.concatenate((self._rows(), other._rows()), axis=1)
+        return Slid.of(at, tokens)
+
+    def moved(self, lo: int, hi: int, move: Move) -> Slid:
+        """Those in the range moved; positions below 0 go. Itself if nothing moves."""
+        old = self.positions.astype(np.int64)
+        new = np.where(within(old, lo, hi), move(old), old)
+        if bool((new == old).all()):
+            return self
+        return Slid.of(new[new >= 0], self.tokens[new >= 0])
+
+    def _where(self, mask: BoolArray) -> Slid:
+        return self if bool(mask.all()) else Slid.of(self.positions[mask], self.tokens[mask])
+
+    def _rows(self) -> Int32Array:
+        return np.concatenate((_NONE, *self.pieces), axis=1)
+
+
+def is_whole(slid: Positions, held: Positions, window: int) -> bool:
+    """Whether a sequence with these positions is whole, what slid out lying before what is held."""
+    if not len(slid):
+        return True
+    if not len(held):
+        return False
+    last = int(slid.max())
+    return last < int(held.min()) and last <= int(held.max()) + 1 - window
+
+
+def within(positions: Positions, lo: int, hi: int) -> BoolArray:
+    """Which of the positions lie in the range."""
+    inside: BoolArray = (positions >= lo) & (positions < hi)
+    return inside
+
+
+def closed(positions: Positions, lo: int, hi: int, shift: int) -> Positions:
+    """Positions without those in the range, those behind it moved up by ``shift``."""
+    left = positions[~within(positions, lo, hi)]
+    return np.where(left < lo, left, left - shift)
+
+
+class SlidingPlacement:
+    """The cells of one batch, taken a microbatch at a time; a part of a placement.
+
+    Args:
+        room: where cells come from; it has been asked whether all fit.
+        spec: the shape.
+        micros: what is placed.
+        upkeep: what happens to rows.
+        committed: called after the batch has been committed.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        spec: CacheSpec,
+        micros: Sequence[MicroBatch],
+        upkeep: Upkeep,
+        committed: Callable[[Sequence[MicroBatch]], None],
+    ) -> None:
+        self.is_open = True
+        self._room = room
+        self._table = room.table
+        self._spec = spec
+        self._micros = tuple(micros)
+        self._upkeep = upkeep
+        self._committed = committed
+        self._saved = room.save()
+        self._kept = room.kept_rows()
+        self._cells: list[Int64Array] = []
+        self._place_up_to(0)
+
+    @property
+    def cells(self) -> Int64Array:
+        """The cells of the batch's tokens, microbatch after microbatch."""
+        rest = self._micros[len(self._cells) :] if self.is_open else ()
+        return np.concatenate((*self._cells, *(self._room.rehearse(rest) if rest else ())))
+
+    def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
+        """What microbatch i reads and writes; asked for in order, before it is computed."""
+        self._place_up_to(i)
+        micro, top = self._micros[i], self._table.cell_max()
+        cells = self._cells[i]
+        return cell_plan(self._table, self._spec, micro, cells, top, mask_buffer, as_lists)
+
+    def commit(self) -> None:
+        """Keep the cells: everything has been computed."""
+        self._place_up_to(len(self._micros) - 1)
+        self.is_open = False
+        self._committed(self._micros)
+
+    def release(self) -> None:
+        """Let everything be as it was before, rows included; a second time does nothing."""
+        if self.is_open:
+            self.is_open = False
+            self._room.load(self._saved)
+            # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
+            self._upkeep.zero_freed()
+            self._kept.write_back()
+            self._upkeep.mark_held()
+
+    def _place_up_to(self, last: int) -> None:
+        try:
+            for micro in self._micros[len(self._cells) : last + 1]:
+                cells = self._room.take(micro.n_tokens, self._kept)
+                self._room.put(micro, cells)
+                self._cells.append(cells)
+                self._upkeep.wipe_freed(self._spec.padding)
+        except BaseException:
+            self.release()
+            raise
 
 
 def n_kept(window: int) -> int:
