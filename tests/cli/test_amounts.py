@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.cli.amounts import human_age, parse_age, parse_size
+from kvcellar.cli.console import human_age, parse_age, parse_size
 from kvcellar.errors import OptionError
 from kvcellar.snapshot.stores.contents import MAX_AGE_S
 

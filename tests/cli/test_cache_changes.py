@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.cli import opened
+from kvcellar.cli import store_tools as opened
 from kvcellar.cli.console import human_bytes
 from kvcellar.snapshot.archive import import_blocks
 from kvcellar.snapshot.stores.base import WRITING_S, Entry

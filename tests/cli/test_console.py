@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from kvcellar.cli.console import (
+    Output,
     clean,
     complain,
     console_for,
@@ -18,7 +19,6 @@ from kvcellar.cli.console import (
     read_prompt,
     show,
 )
-from kvcellar.cli.output import Output
 
 
 class Terminal(io.StringIO):

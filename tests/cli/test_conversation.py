@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcellar.cli.conversation import Conversation
-from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.console import Interrupt
+from kvcellar.cli.conversation import Conversation, chat_ids, messages_of
 from kvcellar.cli.options import Answering
-from kvcellar.cli.prompts import chat_ids, messages_of
 from kvcellar.errors import CacheFull, TemplateError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model

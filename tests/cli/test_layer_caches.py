@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli.layer_caches import LayerCache, context_bytes, layer_caches
+from kvcellar.cli.inspection import LayerCache, context_bytes, layer_caches
 from kvcellar.types import KVType, LayerMemory, LayerSpec, StateLayer
 from tests.cli.helpers import Invoke
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvcellar.cli import prefill
-from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.console import Interrupt
 from kvcellar.cli.prefill import read_tokens
 from kvcellar.errors import BatchError, CacheFull
 from kvcellar.runtime.context import Context

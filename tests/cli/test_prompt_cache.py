@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli import opened
-from kvcellar.cli.interrupt import Interrupt
-from kvcellar.cli.opened import open_or_make
+from kvcellar.cli import store_tools as opened
+from kvcellar.cli.console import Interrupt
 from kvcellar.cli.prefill import read_tokens
 from kvcellar.cli.prompt_store import Forgiving, PromptStore, kept
+from kvcellar.cli.store_tools import open_or_make
 from kvcellar.errors import CacheFull, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model

@@ -15,12 +15,8 @@ from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.view import CacheView
 from kvcellar.cli import tour
-from kvcellar.cli.cellmap import cell_map, legend
 from kvcellar.cli.console import console_for
-from kvcellar.cli.ledger import Ledger
-from kvcellar.cli.stage import Stage
-from kvcellar.cli.tour_code import TEN_LINES
-from kvcellar.cli.tour_steps import Tour
+from kvcellar.cli.tour_steps import TEN_LINES, Ledger, Stage, Tour, cell_map, legend
 from kvcellar.runtime.model import Model
 from kvcellar.testing.stores import NullStore
 from kvcellar.types import CacheSpec, LayerSpec

@@ -14,8 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcellar.cli.amounts import parse_age, parse_size
-from kvcellar.cli.console import console_for, human_bytes, note, show
+from kvcellar.cli.console import console_for, human_bytes, note, parse_age, parse_size, show
 from kvcellar.errors import OptionError
 
 app = typer.Typer(
@@ -63,9 +62,8 @@ def list_(where: Where, as_json: AsJson = False, sort: Sort = Order.USED) -> Non
     A stretch is as much of a text as the same TEXTS have in common. MODEL is how the hash of the
     model's weights begins; BEGINS WITH are ids of tokens. --json lists every entry.
     """
-    from kvcellar.cli.blocks import Forest
-    from kvcellar.cli.entry_list import list_data, list_table, totals
-    from kvcellar.cli.opened import existing, shown
+    from kvcellar.cli.blocks import Forest, list_data, list_table, totals
+    from kvcellar.cli.store_tools import existing, shown
 
     with existing(where) as store:
         forest = Forest(store.entries())
@@ -84,8 +82,7 @@ def inspect(
 
     State files of llama.cpp too; these need --model, because they do not say how they go on.
     """
-    from kvcellar.cli.inspect_entry import inspect_entry
-    from kvcellar.cli.inspect_file import inspect_file
+    from kvcellar.cli.inspect import inspect_entry, inspect_file
 
     if key is not None:
         inspect_entry(where, key, as_json=as_json)
@@ -102,7 +99,7 @@ def inspect(
 @app.command()
 def verify(where: Where) -> None:
     """Read every entry and check it; the exit code is 1 if one is damaged."""
-    from kvcellar.cli.store_checks import check_store
+    from kvcellar.cli.store_tools import check_store
 
     found = check_store(where)
     for key, fault in found.faults.items():
@@ -129,7 +126,7 @@ def gc(
     With --older-than also what was not used for so long, with --max-bytes what was not used for
     longest until the rest fits. Texts go from their ends inward.
     """
-    from kvcellar.cli.cleaning import clean_folder
+    from kvcellar.cli.store_tools import clean_folder
 
     size = None if max_bytes is None else parse_size(max_bytes, "--max-bytes")
     age = None if older_than is None else parse_age(older_than, "--older-than")
@@ -141,7 +138,7 @@ def gc(
 def export(where: Where, key: Key, out_file: OutFile) -> None:
     """Write a text up to the block KEY to one file, to be imported elsewhere."""
     from kvcellar.cli.blocks import Forest
-    from kvcellar.cli.opened import existing, find
+    from kvcellar.cli.store_tools import existing, find
     from kvcellar.snapshot.archive import export_blocks
 
     with existing(where, read_only=True) as store:
@@ -165,7 +162,7 @@ def import_(where: Where, files: Files) -> None:
     """
     from contextlib import closing
 
-    from kvcellar.cli.opened import open_or_make
+    from kvcellar.cli.store_tools import open_or_make
     from kvcellar.snapshot.archive import check_export, import_blocks
 
     for path in files:
@@ -179,7 +176,7 @@ def import_(where: Where, files: Files) -> None:
 
 
 def _shown(where: str) -> str:
-    from kvcellar.cli.opened import shown
+    from kvcellar.cli.store_tools import shown
 
     return shown(where)
 

@@ -11,9 +11,8 @@ import sys
 import typer
 
 from kvcellar.cli import options as o
-from kvcellar.cli.conversation import Conversation
+from kvcellar.cli.conversation import Conversation, Repl
 from kvcellar.cli.prompt_store import PromptStore, kept
-from kvcellar.cli.repl import Repl
 
 
 def chat(

@@ -18,7 +18,7 @@ from kvcellar.errors import BatchError, CacheFull
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcellar.cli.interrupt import Interrupt
+    from kvcellar.cli.console import Interrupt
     from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.reuse import Reuse
     from kvcellar.runtime.sequence import Sequence

@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcellar.cli.amounts import parse_age, parse_size
-from kvcellar.cli.console import note
+from kvcellar.cli.console import note, parse_age, parse_size
 from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class PromptStore:
         if self.where is None:
             yield None
             return
-        from kvcellar.cli.opened import open_or_make
+        from kvcellar.cli.store_tools import open_or_make
         from kvcellar.runtime.prompt_cache import PromptCache
         from kvcellar.snapshot.stores.opening import folder_of
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcellar.cli import options as o
-from kvcellar.cli.console import read_prompt
-from kvcellar.cli.interrupt import Interrupt
-from kvcellar.cli.output import Output
+from kvcellar.cli.console import Interrupt, Output, read_prompt
+from kvcellar.cli.conversation import chat_ids, messages_of
 from kvcellar.cli.prefill import read_tokens
-from kvcellar.cli.profile import print_profile
 from kvcellar.cli.prompt_store import PromptStore, kept
-from kvcellar.cli.prompts import chat_ids, messages_of
-from kvcellar.cli.stats import print_stats
+from kvcellar.cli.stats import print_profile, print_stats
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context

@@ -30,8 +30,7 @@ def tour(
     threads: Threads = None,
 ) -> None:
     """A demonstration: an answer, three forks of it, a step back, and what each of them cost."""
-    from kvcellar.cli.stage import Stage
-    from kvcellar.cli.tour_steps import Tour
+    from kvcellar.cli.tour_steps import Stage, Tour
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
 

@@ -1,25 +1,292 @@
-"""The steps of ``kvcellar tour``: read, answer, fork, go on, roll back, go on differently."""
+"""The steps of ``kvcellar tour``: read, answer, fork, go on, roll back, go on differently.
+
+The tour as a program; a test runs it.
+
+The cells of a small cache, a letter each: who owns which.
+
+A cell of one sequence shows its letter, ``a`` for sequence 0; a shared cell the number of its
+owners; a free cell a dot. Colours say the same once more, so that nothing is lost without them.
+
+What each step of the tour cost, measured from outside.
+
+Bytes are not taken from any counter: all K and V rows are read before and after a step, and a row
+that differs was written.
+
+Where the tour is shown: frames that follow each other in a terminal, the last one elsewhere.
+
+In a terminal a frame stays for a moment, so that one can see what happens; a computation that
+takes as long by itself is not held up. Elsewhere nothing waits.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from kvcellar.cli.cellmap import badge, cell_map, legend
-from kvcellar.cli.console import harmless, human_bytes
-from kvcellar.cli.ledger import Cost, Ledger
-from kvcellar.cli.stage import ShowFrame, Stage
-from kvcellar.cli.tour_code import TEN_LINES
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.hybrid import parts_of
+from kvcellar.cli.console import harmless, human_bytes, show
+from kvcellar.types import ByteArray
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvcellar.cache.view import CacheView
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence
+
+TEN_LINES = """\
+import kvcellar as kv
+
+model = kv.Model.from_gguf(kv.find_model("smollm2"))
+ctx = model.context(n_ctx=256, n_seq_max=4)
+a = ctx.sequence("Deep in the cellar, behind the oldest barrel,")
+print(a.generate(40))
+b, c, d = a.fork(), a.fork(), a.fork()    # every cell is shared, no byte copied
+print(b.generate(36), d.generate(36, temperature=1.1, seed=4), sep="\\n")
+print(c.generate(36, temperature=0.7, seed=2))
+c.trim(24).append(" -- no. One night,")   # back 24 tokens, then on differently
+print(c.generate(32), ctx.cache.view(), sep="\\n")    # who owns which cell
+"""
+
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_SHARED, _FREE = "bold black on white", "dim"
+_INDENT = 5
+
+
+def letter(seq_id: int) -> str:
+    """The letter of a sequence."""
+    return chr(ord("a") + seq_id % 26)
+
+
+def colour(seq_id: int) -> str:
+    """The colour of a sequence."""
+    return _COLOURS[seq_id % len(_COLOURS)]
+
+
+def badge(seq_id: int) -> Text:
+    """The letter of a sequence as its cells show it."""
+    return Text.assemble((letter(seq_id), _style((seq_id,))))
+
+
+def cell_map(view: CacheView, width: int) -> Text:
+    """A row of cells a line, each line begun with the number of its first cell."""
+    per_row = next((n for n in (64, 32) if n + _INDENT <= width), 16)
+    text = Text()
+    for cell, owners in enumerate(view.sequences):
+        if cell % per_row == 0:
+            text.append("\n" if cell else "").append(f"{cell:>{_INDENT - 1}} ", "dim")
+        text.append(_glyph(owners), _style(owners))
+    return text
+
+
+def legend(view: CacheView, names: Mapping[int, str]) -> Text:
+    """What the letters of a map mean: sequences by name, shared and free cells."""
+    text = Text(" " * _INDENT)
+    for seq_id, name in names.items():
+        text.append_text(badge(seq_id)).append(f" {name}   ")
+    for n in sorted({len(owners) for owners in view.sequences if len(owners) > 1}):
+        text.append(str(n), _SHARED).append(f" shared by {n}   ")
+    return text.append(".", _FREE).append(" free")
+
+
+def _glyph(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return "."
+    return letter(owners[0]) if len(owners) == 1 else str(min(len(owners), 9))
+
+
+def _style(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return _FREE
+    return f"black on {colour(owners[0])}" if len(owners) == 1 else _SHARED
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    from kvcellar.backends.base import Part
+    from kvcellar.runtime.context import Context
+
+    T = TypeVar("T")
+
+
+PARTS: tuple[Part, ...] = ("k", "v")
+
+
+@dataclass(slots=True)
+class Cost:
+    """What a step took. ``cells`` is how many more are used, negative where some became free."""
+
+    name: str
+    n_tokens: int = 0
+    seconds: float = 0.0
+    cells: int = 0
+    bytes_written: int = 0
+
+    def timed(self, action: Callable[[], T]) -> T:
+        """Do something and count its time."""
+        start = perf_counter()
+        try:
+            return action()
+        finally:
+            self.seconds += perf_counter() - start
+
+    @property
+    def ms(self) -> str:
+        """Milliseconds, as many digits as mean something."""
+        ms = self.seconds * 1e3
+        return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms} ms, {self.n_tokens} tokens computed, {self.cells:+d} cells, "
+            f"{human_bytes(self.bytes_written)} of K and V written"
+        )
+
+
+class Ledger:
+    """The costs of all steps over one context."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.costs: list[Cost] = []
+
+    @contextmanager
+    def entry(self, name: str) -> Iterator[Cost]:
+        """Measure what happens inside; the time only of what ``Cost.timed`` is given."""
+        cost, times, cache = Cost(name), self._context.timings, self._context.cache
+        tokens, used, rows = times.prefill_tokens + times.decode_tokens, cache.used, self._rows()
+        yield cost
+        cost.n_tokens = times.prefill_tokens + times.decode_tokens - tokens
+        cost.cells = cache.used - used
+        cost.bytes_written = sum(map(_bytes_changed, rows, self._rows()))
+        self.costs.append(cost)
+
+    def table(self) -> Table:
+        """All steps, a row each."""
+        from rich import box
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("step")
+        for head in ("tokens", "ms", "ms a token", "cells", "K/V written"):
+            table.add_column(head, justify="right")
+        for cost in self.costs:
+            each = f"{cost.seconds * 1e3 / cost.n_tokens:.1f}" if cost.n_tokens else "-"
+            table.add_row(
+                cost.name,
+                str(cost.n_tokens),
+                cost.ms,
+                each,
+                f"{cost.cells:+d}" if cost.cells else "0",
+                human_bytes(cost.bytes_written),
+            )
+        return table
+
+    def _rows(self) -> list[ByteArray]:
+        rows = []
+        for cache in parts_of(self._context.cache):
+            if isinstance(cache, AttentionCache):
+                cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
+                rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
+        return rows
+
+
+def _bytes_changed(before: ByteArray, after: ByteArray) -> int:
+    row_bytes: int = before.shape[1]
+    return row_bytes * int(np.count_nonzero((before != after).any(axis=1)))
+
+
+ShowFrame: TypeAlias = "Callable[[RenderableType], None]"
+
+_FRAME, _PAUSE = 0.05, 1.5  # seconds that a frame stays, and the end of a step
+_MAX_WIDTH = 100
+
+
+class Stage:
+    """A console with a sense of time.
+
+    Args:
+        console: where to show.
+        hurried: never wait.
+    """
+
+    def __init__(self, console: Console, *, hurried: bool) -> None:
+        self.console = console
+        self.width = min(console.width, _MAX_WIDTH)
+        self._waits = console.is_terminal and not hurried
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[ShowFrame]:
+        """A step of the tour; gives the function that shows a frame in place of the one before."""
+        self.heading(title)
+        if self.console.is_terminal:
+            with self._moving() as show_frame:
+                yield show_frame
+        else:
+            with self._still() as show_frame:
+                yield show_frame
+
+    def heading(self, title: str) -> None:
+        """Print a title with a line behind it."""
+        line = "-" if self.console.options.ascii_only else "─"
+        rest = max(3, self.width - len(title) - 4)
+        self.console.print(Text(f"\n{line * 2} {title} ", "bold").append(line * rest, "dim"))
+
+    def say(self, text: RenderableType) -> None:
+        """Print below what was shown."""
+        show(self.console, text)
+
+    def say_code(self, code: str) -> None:
+        """Print Python, in colours if there are any."""
+        if not self.console.is_terminal:
+            self.say(Text(code))
+            return
+        from rich.syntax import Syntax
+
+        self.say(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+
+    def pause(self) -> None:
+        """Leave time to look at the end of a step."""
+        if self._waits:
+            time.sleep(_PAUSE)
+
+    @contextmanager
+    def _moving(self) -> Iterator[ShowFrame]:
+        from rich.live import Live
+
+        last = time.perf_counter()
+        with Live(console=self.console, auto_refresh=False) as live:
+
+            def show_frame(frame: RenderableType) -> None:
+                nonlocal last
+                if self._waits:
+                    time.sleep(max(0.0, last + _FRAME - time.perf_counter()))
+                last = time.perf_counter()
+                live.update(frame, refresh=True)
+
+            yield show_frame
+
+    @contextmanager
+    def _still(self) -> Iterator[ShowFrame]:
+        frames: list[RenderableType] = []
+        yield lambda frame: frames.__setitem__(slice(None), [frame])
+        show(self.console, *frames)
+
 
 N_ANSWER, N_BRANCH, N_AGAIN = 40, 36, 32
 N_KEPT = 12  # of the fork that goes back
