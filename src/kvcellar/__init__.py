@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sampler import SamplerOptions
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.runtime.shifting import ContextShift
-    from kvcellar.snapshot.stores.opening import open_store
+    from kvcellar.stores.opening import open_store
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 __all__ = [
@@ -114,7 +114,7 @@ _HOME = {
     "SamplerOptions": "kvcellar.runtime.sampler",
     "Sequence": "kvcellar.runtime.sequence",
     "find_model": "kvcellar.runtime.demo",
-    "open_store": "kvcellar.snapshot.stores.opening",
+    "open_store": "kvcellar.stores.opening",
     "save_llama_file": "kvcellar.runtime.llama_files",
 }
 

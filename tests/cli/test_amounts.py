@@ -6,7 +6,7 @@ import pytest
 
 from kvcellar.cli.console import human_age, parse_age, parse_size
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.contents import MAX_AGE_S
+from kvcellar.stores.base import MAX_AGE_S
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cli.blocks import Block, Forest
-from kvcellar.snapshot.stores.base import Entry
+from kvcellar.stores.base import Entry
 
 SIZE = 4
 NEVER = float("inf")

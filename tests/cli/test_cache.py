@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvcellar.snapshot.absence import Wanted, mark
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.redis import RedisStore
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.redis import RedisStore
 from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, listed, spoil, tree, value_file
-from tests.snapshot.stores.conftest import running_redis
+from tests.stores.conftest import running_redis
 
 # --- list ---------------------------------------------------------------------------------------
 

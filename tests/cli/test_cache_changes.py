@@ -13,10 +13,10 @@ import pytest
 from kvcellar.cli import store_tools as opened
 from kvcellar.cli.console import human_bytes
 from kvcellar.snapshot.archive import import_blocks
-from kvcellar.snapshot.stores.base import WRITING_S, Entry
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.disk.files import Name
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.base import WRITING_S, Entry
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.disk.files import Name
+from kvcellar.stores.memory import MemoryStore
 from tests.cli.helpers import Invoke, age, listed, tree, value_file
 
 # --- gc -----------------------------------------------------------------------------------------

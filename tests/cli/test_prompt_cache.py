@@ -18,12 +18,12 @@ from kvcellar.errors import CacheFull, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.stores.base import Store
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
-from kvcellar.snapshot.stores.redis_client import RedisClient
+from kvcellar.stores.base import Store
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
+from kvcellar.stores.redis import RedisClient
 from tests.cli.helpers import Invoke
-from tests.snapshot.stores.conftest import running_redis
+from tests.stores.conftest import running_redis
 
 PROMPT = "abcdefgh" * 40  # 320 tokens, two whole blocks
 COMMON = ("-n", "20", "--seed", "3", "--threads", "1", "--n-ctx", "512", "--stats")

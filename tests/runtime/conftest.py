@@ -13,7 +13,7 @@ from kvcellar.backends.ggml.gguf import read_metadata
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.tokenizer import Tokenizer
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from tests.runtime.archs import F32, opened
 from tests.runtime.prompts import BLOCK
 

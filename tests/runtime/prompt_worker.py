@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.stores.disk import DiskStore
 from tests.runtime.archs import text
 from tests.runtime.prompts import BLOCK, SIZES, append
 

@@ -11,8 +11,8 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.reuse import Reuse
 from kvcellar.runtime.sequence import Sequence as Text
-from kvcellar.snapshot.stores.base import Buffer, Note
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.base import Buffer, Note
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.types import Float32Array
 from tests.runtime.archs import F32
 

@@ -12,9 +12,9 @@ import pytest
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.base import Absence as Gone
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.base import Absence as Gone
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import F32, SAME, WINDOWED, fresh, opened, text
 from tests.runtime.prompts import BLOCK, append, keys, n_reused, why

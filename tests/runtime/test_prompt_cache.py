@@ -13,7 +13,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.reuse import Reuse
 from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import ARCHS, F32, SAME, WINDOWED, fresh, opened, text
 from tests.runtime.prompts import BLOCK, append, keys, n_computed, n_reused, why

@@ -16,7 +16,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import F32, SAME, fresh, opened, text
 from tests.runtime.prompts import BLOCK, append, keys, n_reused, why

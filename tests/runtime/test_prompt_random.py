@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcellar.cache.hybrid import has_states
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import F32, SAME, check_logits, opened
 from tests.runtime.prompts import n_computed

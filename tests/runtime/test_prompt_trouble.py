@@ -17,9 +17,9 @@ from kvcellar.errors import CacheFull, ClosedError, StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.base import Buffer
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.base import Buffer
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
 from tests.runtime.archs import F32, SAME, fresh, opened, text

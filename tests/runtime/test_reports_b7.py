@@ -21,8 +21,8 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.uncached import uncached_logits
 from tests.runtime.archs import F32, HYBRID, PLAIN, RECURRENT, SAME, WINDOWED, fresh, opened, text

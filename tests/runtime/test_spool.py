@@ -14,7 +14,7 @@ from kvcellar.errors import StoreError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.runtime.spool import Spool
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from tests.runtime.archs import F32, fresh, opened, text
 from tests.runtime.prompts import BLOCK, keys
 

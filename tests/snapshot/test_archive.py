@@ -17,8 +17,8 @@ from kvcellar.errors import SnapshotError, SnapshotFileError, StoreError
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.archive import Imported, export_blocks, import_blocks
-from kvcellar.snapshot.stores.base import Entry
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.base import Entry
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.store_use import order
 from kvcellar.testing.tiny_llama import TinyLlama

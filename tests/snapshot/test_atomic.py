@@ -18,7 +18,7 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.snapshot.archive import export_blocks
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 

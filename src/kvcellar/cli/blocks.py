@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcellar.cli.console import harmless, human_age, human_bytes
 from kvcellar.snapshot.absence import absent_of
-from kvcellar.snapshot.stores.base import WRITING_S, Entry
+from kvcellar.stores.base import WRITING_S, Entry
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.contents import MAX_AGE_S
+from kvcellar.stores.base import MAX_AGE_S
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -35,7 +35,7 @@ from kvcellar.snapshot.llama.value import Block as StateBlock
 from kvcellar.snapshot.native import VERSION
 from kvcellar.snapshot.reading import read_snapshot, snapshot_from
 from kvcellar.snapshot.saved import Snapshot
-from kvcellar.snapshot.stores.base import Buffer
+from kvcellar.stores.base import Buffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 if TYPE_CHECKING:
     from kvcellar.runtime.prompt_cache import PromptCache
     from kvcellar.runtime.sequence import Sequence as Text
-    from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note, Store
+    from kvcellar.stores.base import Absence, Buffer, Entry, Field, Note, Store
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class PromptStore:
             return
         from kvcellar.cli.store_tools import open_or_make
         from kvcellar.runtime.prompt_cache import PromptCache
-        from kvcellar.snapshot.stores.opening import folder_of
+        from kvcellar.stores.opening import folder_of
 
         size = self._size()
         if size is None and folder_of(self.where) is not None:

@@ -22,12 +22,12 @@ from kvcellar.errors import OptionError, SnapshotFileError, StoreError
 from kvcellar.snapshot.absence import absent_of
 from kvcellar.snapshot.block_checks import check_block
 from kvcellar.snapshot.reading import snapshot_from
-from kvcellar.snapshot.stores.base import WRITING_S
-from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.stores.base import WRITING_S
+from kvcellar.stores.disk import DiskStore
 
 if TYPE_CHECKING:
     from kvcellar.cli.blocks import Reason
-    from kvcellar.snapshot.stores.base import Buffer, Entry, Store
+    from kvcellar.stores.base import Buffer, Entry, Store
 
 
 @dataclass(slots=True)
@@ -169,9 +169,9 @@ def existing(where: str, *, read_only: bool = False) -> Iterator[Store]:
         StoreError: there is none, or it cannot be opened.
         OptionError: no such store can be.
     """
-    from kvcellar.snapshot.stores import open_store
-    from kvcellar.snapshot.stores.disk.folder import is_store
-    from kvcellar.snapshot.stores.opening import folder_of
+    from kvcellar.stores import open_store
+    from kvcellar.stores.disk.index import is_store
+    from kvcellar.stores.opening import folder_of
 
     if (folder := folder_of(where)) is None:
         _refuse_memory(where)
@@ -200,8 +200,8 @@ def open_or_make(where: str, max_bytes: int | None = None, ttl_s: float | None =
         OptionError: no such store can be, or it bounds what it keeps in another way.
         StoreError: it cannot be opened.
     """
-    from kvcellar.snapshot.stores import open_store
-    from kvcellar.snapshot.stores.opening import folder_of
+    from kvcellar.stores import open_store
+    from kvcellar.stores.opening import folder_of
 
     _refuse_memory(where)
     if folder_of(where) is None:
@@ -220,8 +220,8 @@ def open_or_make(where: str, max_bytes: int | None = None, ttl_s: float | None =
 
 def shown(where: str) -> str:
     """The name of a store as it may be printed."""
-    from kvcellar.snapshot.stores.opening import folder_of
-    from kvcellar.snapshot.stores.redis_client import without_secrets
+    from kvcellar.stores.opening import folder_of
+    from kvcellar.stores.redis import without_secrets
 
     folder = folder_of(where)
     return without_secrets(where) if folder is None else str(folder)

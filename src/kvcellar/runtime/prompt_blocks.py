@@ -26,7 +26,7 @@ from kvcellar.snapshot.keys import block_keys, root_key
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.reading import snapshot_from
 from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.snapshot.stores.base import Buffer
+from kvcellar.stores.base import Buffer
 from kvcellar.types import CacheSpec, StateSpec
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.spool import Spool
 from kvcellar.snapshot.absence import Absence, explain, mark, note_of
 from kvcellar.snapshot.compression import pack
-from kvcellar.snapshot.stores.base import Store
+from kvcellar.stores.base import Store
 from kvcellar.types import KVType
 
 OnPiece: TypeAlias = Callable[[int], None]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from kvcellar.snapshot.stores.base import Entry, Note, Store
+from kvcellar.stores.base import Entry, Note, Store
 
 Cause: TypeAlias = Literal[
     "nothing stored",

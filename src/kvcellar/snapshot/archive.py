@@ -29,8 +29,7 @@ import xxhash
 from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.block_checks import check_block
-from kvcellar.snapshot.stores.base import Buffer, Entry, Note, Store
-from kvcellar.snapshot.stores.contents import check_key, encode_note
+from kvcellar.stores.base import Buffer, Entry, Note, Store, check_key, encode_note
 
 FORMAT, VERSION = "kvcellar-prompts", 1
 _INDEX = "index.json"

@@ -6,7 +6,7 @@ from kvcellar.cache.content import CacheContent
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.keys import block_key
 from kvcellar.snapshot.reading import snapshot_from
-from kvcellar.snapshot.stores.base import Buffer, Note
+from kvcellar.stores.base import Buffer, Note
 
 
 def check_block(key: str, note: Note, value: Buffer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvcellar.snapshot.container import from_bytes, read_file
 from kvcellar.snapshot.native import understand
 from kvcellar.snapshot.saved import Snapshot
-from kvcellar.snapshot.stores.base import Buffer
+from kvcellar.stores.base import Buffer
 
 
 def read_snapshot(path: str | Path) -> Snapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcellar.snapshot.stores.base import Absence
+from kvcellar.stores.base import Absence
 
 
 class NaiveStore:

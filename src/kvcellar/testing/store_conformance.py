@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.errors import ClosedError, OptionError
-from kvcellar.snapshot.stores.base import Buffer, Note, Store
+from kvcellar.stores.base import Buffer, Note, Store
 from kvcellar.testing.store_finding import FindingConformance
 from kvcellar.testing.store_use import BAD_KEYS, GOOD_KEYS, content, hammer, order, refusal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.base import Note, Store
+from kvcellar.stores.base import Note, Store
 from kvcellar.testing.store_use import BAD_KEYS, GOOD_KEYS, found, refusal
 
 

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from kvcellar.snapshot.stores.base import Field, Store
+from kvcellar.stores.base import Field, Store
 
 BAD_KEYS = (
     "",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.stores.disk import DiskStore
 from kvcellar.testing.store_use import content, value_of
 
 KEYS = ("a", "b", "c", "d")

@@ -12,12 +12,10 @@ import pytest
 import redis
 
 from kvcellar.errors import OptionError, StoreError
-from kvcellar.snapshot.stores.base import Note
-from kvcellar.snapshot.stores.contents import MAX_AGE_S
-from kvcellar.snapshot.stores.redis import RedisStore
-from kvcellar.snapshot.stores.redis_client import RedisClient, without_secrets
+from kvcellar.stores.base import MAX_AGE_S, Note
+from kvcellar.stores.redis import RedisClient, RedisStore, without_secrets
 from kvcellar.testing.store_use import content, found, order, refusal, value_of
-from tests.snapshot.stores.conftest import StartRedis, running_redis, socket_of
+from tests.stores.conftest import StartRedis, running_redis, socket_of
 
 VALUE = value_of("a", 100)
 Open = Callable[..., RedisStore]

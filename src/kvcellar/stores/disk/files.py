@@ -28,8 +28,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvcellar.snapshot.stores.base import Entry
-from kvcellar.snapshot.stores.contents import MAX_NOTE, encode_note, is_key
+from kvcellar.stores.base import MAX_NOTE, Entry, encode_note, is_key
 
 VALUES = "values"
 _MAGIC = b"KVCVALUE"

@@ -13,7 +13,7 @@ store            is for                          bounded by
 
 from __future__ import annotations
 
-from kvcellar.snapshot.stores.base import Entry, Store
-from kvcellar.snapshot.stores.opening import open_store
+from kvcellar.stores.base import Entry, Store
+from kvcellar.stores.opening import open_store
 
 __all__ = ["Entry", "Store", "open_store"]

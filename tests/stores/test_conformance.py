@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcellar.snapshot.stores.base import Store
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
-from kvcellar.snapshot.stores.redis import RedisStore
+from kvcellar.stores.base import Store
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
+from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_conformance import BudgetConformance, StoreConformance
 from kvcellar.testing.store_use import order, value_of

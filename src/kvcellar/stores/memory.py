@@ -10,9 +10,13 @@ from dataclasses import replace
 from itertools import islice
 
 from kvcellar.errors import ClosedError
-from kvcellar.snapshot.stores.base import Absence, Buffer, Entry, Field, Note
-from kvcellar.snapshot.stores.contents import (
+from kvcellar.stores.base import (
     REMEMBERED,
+    Absence,
+    Buffer,
+    Entry,
+    Field,
+    Note,
     check_budget,
     check_key,
     decode_note,
@@ -43,7 +47,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
-        """Keep a copy of the pieces, joined; see :class:`~kvcellar.snapshot.stores.base.Store`."""
+        """Keep a copy of the pieces, joined; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, text = flat(value), encode_note(note)
         n_bytes = sum(piece.nbytes for piece in pieces)

@@ -11,7 +11,7 @@ anew as its values are used.
 
 from __future__ import annotations
 
-from kvcellar.snapshot.stores.base import FIELDS
+from kvcellar.stores.base import FIELDS
 
 MAX_PIECES = 100_000
 """No value has more, whatever a damaged head says."""

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
-from kvcellar.snapshot.stores.opening import folder_of, open_store
-from kvcellar.snapshot.stores.redis import RedisStore
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
+from kvcellar.stores.opening import folder_of, open_store
+from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.store_use import refusal
-from tests.snapshot.stores.conftest import socket_of
+from tests.stores.conftest import socket_of
 
 
 def test_memory() -> None:

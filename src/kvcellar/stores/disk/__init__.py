@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvcellar.snapshot.stores.disk.store import DiskStore
+from kvcellar.stores.disk.store import DiskStore
 
 __all__ = ["DiskStore"]

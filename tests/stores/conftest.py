@@ -54,7 +54,7 @@ def running_redis(*options: str) -> Iterator[str]:
 
 def socket_of(url: str) -> str:
     """The URL of the same server's socket, as the server itself tells."""
-    from kvcellar.snapshot.stores.redis_client import RedisClient
+    from kvcellar.stores.redis import RedisClient
 
     client = RedisClient(url)
     answer = client.call("CONFIG", "GET", "unixsocket")

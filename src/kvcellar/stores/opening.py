@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvcellar.errors import OptionError
-from kvcellar.snapshot.stores.base import Store
+from kvcellar.stores.base import Store
 
 _SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]+):")
 
@@ -52,17 +52,17 @@ def folder_of(where: str | os.PathLike[str]) -> Path | None:
 def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
     """Each store is imported when it is opened: SQLite and redis only by those who use them."""
     if scheme == "memory":
-        from kvcellar.snapshot.stores.memory import MemoryStore
+        from kvcellar.stores.memory import MemoryStore
 
         return MemoryStore(**options)
     if scheme in ("redis", "rediss", "unix"):
-        from kvcellar.snapshot.stores.redis import RedisStore
+        from kvcellar.stores.redis import RedisStore
 
         return RedisStore(name, **options)
     if scheme not in ("", "file"):
         known = "memory:, file:, redis://, rediss://, unix:// and paths"
         raise OptionError(f"scheme {scheme!r} of the store: {known} are known")
-    from kvcellar.snapshot.stores.disk import DiskStore
+    from kvcellar.stores.disk import DiskStore
 
     return DiskStore(_path(name) if scheme else Path(name), **options)
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import pytest
 
 from kvcellar.errors import OptionError, StoreError
-from kvcellar.snapshot.stores.base import Note
-from kvcellar.snapshot.stores.disk import DiskStore, index
-from kvcellar.snapshot.stores.disk import store as store_module
-from kvcellar.snapshot.stores.disk.files import Name, header_of, map_value, write_value
+from kvcellar.stores.base import Note
+from kvcellar.stores.disk import DiskStore, index
+from kvcellar.stores.disk import store as store_module
+from kvcellar.stores.disk.files import Name, header_of, map_value, write_value
 from kvcellar.testing.store_use import content, found, order, refusal, value_of
 
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcellar.snapshot.stores.base import Entry
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.disk.files import Name, write_value
-from kvcellar.snapshot.stores.disk.folder import index_path, newest_index
-from kvcellar.snapshot.stores.opening import open_store
+from kvcellar.stores.base import Entry
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.disk.files import Name, write_value
+from kvcellar.stores.disk.index import index_path, newest_index
+from kvcellar.stores.opening import open_store
 from kvcellar.testing.store_use import use_at_random, value_of
 
 MAX_BYTES = 120_000

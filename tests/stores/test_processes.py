@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.disk.folder import newest_index
-from kvcellar.snapshot.stores.opening import open_store
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.disk.index import newest_index
+from kvcellar.stores.opening import open_store
 from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_use import content, order, value_of
-from tests.snapshot.stores.worker import MAX_BYTES, numbered
+from tests.stores.worker import MAX_BYTES, numbered
 
 WORKER = Path(__file__).with_name("worker.py")
 
