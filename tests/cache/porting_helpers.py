@@ -14,8 +14,8 @@ from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache, parts_of
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.testing.agreement import snapshot
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.duel import snapshot
+from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import (
     ByteArray,

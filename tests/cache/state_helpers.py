@@ -12,7 +12,7 @@ from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.errors import (
     KVCellarError,
 )
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.state_conformance import HistoryStore
 
 N_SEQ = 4
 

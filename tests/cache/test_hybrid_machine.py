@@ -24,7 +24,7 @@ from kvcellar.cache.transaction import Undoable
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.toy_parts import Text, group, sliding, texts
 

@@ -29,10 +29,10 @@ from kvcellar.errors import (
     SnapshotMismatch,
 )
 from kvcellar.testing.duel import Duel
+from kvcellar.testing.machine import BOUNDS, SEQ_IDS, TOKEN_OWNERS
 from kvcellar.testing.naive import NaiveCache, NaiveCell
 from kvcellar.testing.signs import Setup
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.testing.strategies import BOUNDS, SEQ_IDS, TOKEN_OWNERS
 from kvcellar.types import MAX_POSITION, KVType
 from tests.cache.porting_helpers import (
     check_texts,

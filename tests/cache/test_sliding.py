@@ -22,7 +22,7 @@ from kvcellar.errors import (
     OptionError,
     SequenceIdError,
 )
-from kvcellar.testing.agreement import snapshot
+from kvcellar.testing.duel import snapshot
 from kvcellar.testing.signs import MIXED, fill
 from kvcellar.testing.sliding_duel import SlidingDuel, sliding_spec
 from kvcellar.testing.stores import SignatureStore

@@ -11,7 +11,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, CheckpointBudget, SlidingCache, sliding_size
 from kvcellar.errors import CacheError, CacheFull
-from kvcellar.testing.agreement import snapshot
+from kvcellar.testing.duel import snapshot
 from kvcellar.testing.sliding_duel import SlidingDuel, sliding_spec
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import put

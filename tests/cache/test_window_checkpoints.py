@@ -12,7 +12,7 @@ from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.batch import Batch
 from kvcellar.cache import CheckpointBudget, SlidingCache
 from kvcellar.errors import AllocationError, OptionError
-from kvcellar.testing.agreement import PARTS, snapshot
+from kvcellar.testing.duel import PARTS, snapshot
 from kvcellar.testing.signs import MIXED, fill
 from kvcellar.testing.sliding_duel import sliding_spec
 from kvcellar.testing.stores import SignatureStore

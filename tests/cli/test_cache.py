@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.snapshot.absence import Wanted, mark
+from kvcellar.prompts.misses import Wanted, mark
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.redis import RedisStore
 from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, listed, spoil, tree, value_file

@@ -12,7 +12,7 @@ import pytest
 
 from kvcellar.cli import store_tools as opened
 from kvcellar.cli.console import human_bytes
-from kvcellar.snapshot.archive import import_blocks
+from kvcellar.prompts.archive import import_blocks
 from kvcellar.stores.base import WRITING_S, Entry
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.files import Name

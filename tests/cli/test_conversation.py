@@ -14,7 +14,7 @@ from kvcellar.cli.options import Answering
 from kvcellar.errors import CacheFull, TemplateError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.sampler_options import SamplerOptions
+from kvcellar.text.sampler import SamplerOptions
 
 
 def answering(max_tokens: int = 10) -> Answering:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.runtime.generation import Generation
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.sampler import Sampler
+from kvcellar.text.sampler import Sampler
 from tests.cli.helpers import Invoke
 
 ROW = re.compile(r"^ *(\S.*?) {2,}(?:(\d+) +)?(\d+\.\d+) +(\d+\.\d)%$")

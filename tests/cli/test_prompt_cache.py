@@ -15,9 +15,9 @@ from kvcellar.cli.prefill import read_tokens
 from kvcellar.cli.prompt_store import Forgiving, PromptStore, kept
 from kvcellar.cli.store_tools import open_or_make
 from kvcellar.errors import CacheFull, StoreError
+from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
 from kvcellar.stores.base import Store
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore

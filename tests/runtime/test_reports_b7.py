@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import CacheFull, SnapshotFileError, StoreError
+from kvcellar.prompts.cache import PromptCache
+from kvcellar.prompts.misses import Absence
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.absence import Absence
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.uncached import uncached_logits
+from tests.prompts.helpers import BLOCK, SIZES, FailingStore, append, failing, n_reused
 from tests.runtime.archs import F32, HYBRID, PLAIN, RECURRENT, SAME, WINDOWED, fresh, opened, text
-from tests.runtime.prompts import BLOCK, SIZES, FailingStore, append, failing, n_reused
 
 KINDS = [PLAIN[2], WINDOWED[1], HYBRID[1], RECURRENT[1]]
 TOKENS = text(1, 70)

@@ -16,7 +16,7 @@ from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot import container
 from kvcellar.snapshot.container import read_description, read_file
 from kvcellar.snapshot.native import understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import (
     ARCHS,

@@ -14,8 +14,8 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.shifting import ContextShift
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
-from tests.runtime.conftest import make_bpe
 from tests.runtime.helpers import attention
+from tests.text.vocabularies import make_bpe
 
 N_CTX = 32
 TOKENS = list(range(40, 60))

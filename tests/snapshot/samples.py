@@ -15,9 +15,8 @@ from kvcellar.cache.content import (
     StateContent,
     WindowContent,
 )
-from kvcellar.snapshot.fingerprint import fingerprint
 from kvcellar.snapshot.native import describe
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.snapshot import SavedText, Snapshot, fingerprint
 from kvcellar.types import (
     CacheSpec,
     Int32Array,

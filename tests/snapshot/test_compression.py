@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from kvcellar.errors import LibraryError, SnapshotFileError
-from kvcellar.snapshot.compression import MAX_RATIO, pack, unpack
-from kvcellar.snapshot.container import from_bytes, read_file, to_bytes, write_file
+from kvcellar.snapshot.container import (
+    MAX_RATIO,
+    from_bytes,
+    pack,
+    read_file,
+    to_bytes,
+    unpack,
+    write_file,
+)
 from kvcellar.snapshot.native import describe
 from kvcellar.types import AnyArray
 from tests.snapshot.samples import sample

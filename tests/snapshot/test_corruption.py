@@ -19,7 +19,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import _hash, from_bytes, read_file, to_bytes
 from kvcellar.snapshot.native import describe, understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import AnyArray
 from tests.runtime.archs import check_logits, opened, text

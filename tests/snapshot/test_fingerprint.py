@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.snapshot.fingerprint import (
-    check_same,
-    digest,
-    fingerprint,
-    row_types,
-    stored_as,
-)
+from kvcellar.snapshot.snapshot import check_same, digest, fingerprint, row_types, stored_as
 from kvcellar.types import KVType, StateLayer, StateSpec
 from tests.snapshot.samples import memory_spec
 
@@ -170,7 +164,7 @@ def test_the_digest_does_not_depend_on_order_or_process() -> None:
     assert digest(backwards) == DIGEST
     code = f"""
 import json, sys
-from kvcellar.snapshot.fingerprint import digest
+from kvcellar.snapshot.snapshot import digest
 print(digest(json.loads({json.dumps(PRINT)!r})))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -15,7 +15,7 @@ from kvcellar.cache.content import CacheContent, RowBytes
 from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.native import Described, describe, understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import KVType
 from tests.snapshot.samples import assert_same, memory_spec, sample
 

@@ -16,9 +16,8 @@ from kvcellar.stores.base import Store
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.stores.redis import RedisStore
-from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_conformance import BudgetConformance, StoreConformance
-from kvcellar.testing.store_use import order, value_of
+from kvcellar.testing.store_use import NaiveStore, order, value_of
 
 
 class TestMemory(StoreConformance):

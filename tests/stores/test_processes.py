@@ -13,8 +13,7 @@ import pytest
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.index import newest_index
 from kvcellar.stores.opening import open_store
-from kvcellar.testing.naive_store import NaiveStore
-from kvcellar.testing.store_use import content, order, value_of
+from kvcellar.testing.store_use import NaiveStore, content, order, value_of
 from tests.stores.worker import MAX_BYTES, numbered
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcellar.cli.console import harmless, human_age, human_bytes
-from kvcellar.snapshot.absence import absent_of
+from kvcellar.prompts.misses import absent_of
 from kvcellar.stores.base import WRITING_S, Entry
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def export(where: Where, key: Key, out_file: OutFile) -> None:
     """Write a text up to the block KEY to one file, to be imported elsewhere."""
     from kvcellar.cli.blocks import Forest
     from kvcellar.cli.store_tools import existing, find
-    from kvcellar.snapshot.archive import export_blocks
+    from kvcellar.prompts.archive import export_blocks
 
     with existing(where, read_only=True) as store:
         entry = find(store, key)
@@ -163,7 +163,7 @@ def import_(where: Where, files: Files) -> None:
     from contextlib import closing
 
     from kvcellar.cli.store_tools import open_or_make
-    from kvcellar.snapshot.archive import check_export, import_blocks
+    from kvcellar.prompts.archive import check_export, import_blocks
 
     for path in files:
         check_export(path)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvcellar.cli.options import Answering
+    from kvcellar.prompts.cache import PromptCache
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.model import Model
-    from kvcellar.runtime.prompt_cache import PromptCache
 
 
 def chat_ids(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -24,17 +24,15 @@ from kvcellar.cli.blocks import SHORT, Block, entry_data
 from kvcellar.cli.console import console_for, harmless, human_age, human_bytes, show
 from kvcellar.cli.store_tools import existing, find, value_of
 from kvcellar.errors import SnapshotFileError
+from kvcellar.prompts.misses import Absence, absent_of
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.model import Model
-from kvcellar.snapshot.absence import Absence, absent_of
-from kvcellar.snapshot.container import read_description
-from kvcellar.snapshot.fingerprint import row_types
+from kvcellar.snapshot.container import read_description, read_snapshot, snapshot_from
+from kvcellar.snapshot.llama.layout import Block as StateBlock
 from kvcellar.snapshot.llama.reader import read_llama_file
-from kvcellar.snapshot.llama.value import Block as StateBlock
 from kvcellar.snapshot.native import VERSION
-from kvcellar.snapshot.reading import read_snapshot, snapshot_from
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Snapshot, row_types
 from kvcellar.stores.base import Buffer
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from kvcellar.snapshot.llama.value import LlamaFile
+    from kvcellar.snapshot.llama.layout import LlamaFile
 
 
 def facts_table(title: str, facts: SnapshotFacts) -> Table:

@@ -13,8 +13,8 @@ from kvcellar.errors import CacheFull, OptionError
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
-    from kvcellar.runtime.sampler_options import SamplerOptions
     from kvcellar.runtime.sequence import Sequence
+    from kvcellar.text.sampler import SamplerOptions
 
 _SAMPLING, _CACHE = "Sampling", "Cache and computation"
 _PROMPTS = "Prompts computed before"
@@ -198,7 +198,7 @@ def sampling(
     Raises:
         OptionError: a value outside its range.
     """
-    from kvcellar.runtime.sampler_options import SamplerOptions
+    from kvcellar.text.sampler import SamplerOptions
 
     repetition, presence, frequency = penalties
     return SamplerOptions(

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcellar.cli.console import Interrupt
-    from kvcellar.runtime.prompt_cache import PromptCache
-    from kvcellar.runtime.reuse import Reuse
+    from kvcellar.prompts.cache import PromptCache, Reuse
     from kvcellar.runtime.sequence import Sequence
 
 PATIENCE = 0.8  # seconds without a bar

@@ -15,7 +15,7 @@ from kvcellar.cli.console import note, parse_age, parse_size
 from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
 
 if TYPE_CHECKING:
-    from kvcellar.runtime.prompt_cache import PromptCache
+    from kvcellar.prompts.cache import PromptCache
     from kvcellar.runtime.sequence import Sequence as Text
     from kvcellar.stores.base import Absence, Buffer, Entry, Field, Note, Store
 
@@ -63,7 +63,7 @@ class PromptStore:
             yield None
             return
         from kvcellar.cli.store_tools import open_or_make
-        from kvcellar.runtime.prompt_cache import PromptCache
+        from kvcellar.prompts.cache import PromptCache
         from kvcellar.stores.opening import folder_of
 
         size = self._size()

@@ -15,9 +15,8 @@ from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.stats import print_profile, print_stats
 
 if TYPE_CHECKING:
+    from kvcellar.prompts.cache import PromptCache, Reuse
     from kvcellar.runtime.context import Context
-    from kvcellar.runtime.prompt_cache import PromptCache
-    from kvcellar.runtime.reuse import Reuse
     from kvcellar.runtime.sequence import Sequence
 
 PromptText = Annotated[

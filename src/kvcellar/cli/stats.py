@@ -13,9 +13,9 @@ from kvcellar.cli.console import console_for, human_bytes, note, show
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvcellar.prompts.cache import Reuse
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.profile import Profile, StepTimes
-    from kvcellar.runtime.reuse import Reuse
 
 
 def print_profile(profile: Profile) -> None:

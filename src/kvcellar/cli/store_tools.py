@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from kvcellar.cli.blocks import Forest
 from kvcellar.cli.console import human_age, human_bytes
 from kvcellar.errors import OptionError, SnapshotFileError, StoreError
-from kvcellar.snapshot.absence import absent_of
-from kvcellar.snapshot.block_checks import check_block
-from kvcellar.snapshot.reading import snapshot_from
+from kvcellar.prompts.blocks import check_block
+from kvcellar.prompts.misses import absent_of
+from kvcellar.snapshot.container import snapshot_from
 from kvcellar.stores.base import WRITING_S
 from kvcellar.stores.disk import DiskStore
 
@@ -233,7 +233,7 @@ def find(store: Store, prefix: str) -> Entry:
     Raises:
         OptionError: there is none, or several.
     """
-    from kvcellar.snapshot.absence import absent_of
+    from kvcellar.prompts.misses import absent_of
 
     found = [entry for entry in store.entries() if entry.key.startswith(prefix)]
     if exact := [entry for entry in found if entry.key == prefix]:

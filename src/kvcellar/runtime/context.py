@@ -26,7 +26,7 @@ from kvcellar.runtime.saving import SaveOptions, save_file
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.timings import Timings
 from kvcellar.runtime.undo import remember_sequences
-from kvcellar.snapshot.fingerprint import Plain, fingerprint
+from kvcellar.snapshot.snapshot import Plain, fingerprint
 from kvcellar.types import CacheSpec, Float32Array, KVType
 
 if TYPE_CHECKING:

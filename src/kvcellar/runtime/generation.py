@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
-from kvcellar.runtime.sampler import Sampler, SamplerOptions
 from kvcellar.runtime.shifting import ContextShift
 from kvcellar.runtime.stopping import StopMatcher
+from kvcellar.text.sampler import Sampler, SamplerOptions
 
 if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence

@@ -11,10 +11,9 @@ from kvcellar.errors import OptionError, SnapshotFileError
 from kvcellar.runtime.making import new_sequences
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind
+from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind, LlamaFile
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.snapshot.llama.value import LlamaFile
 from kvcellar.snapshot.llama.writer import file_pieces
 
 if TYPE_CHECKING:

@@ -21,10 +21,8 @@ from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.making import new_sequences
 from kvcellar.runtime.options import check_range
 from kvcellar.runtime.saving import check_cuts
-from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.fingerprint import check_same, digest
-from kvcellar.snapshot.reading import read_snapshot
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.container import read_snapshot
+from kvcellar.snapshot.snapshot import SavedText, Snapshot, check_same, converted, digest
 from kvcellar.types import MAX_POSITION
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from kvcellar.errors import ClosedError
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.backends import open_model_file
-from kvcellar.runtime.chat_template import ChatTemplate
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.runtime.tokenizer import Tokenizer
 from kvcellar.runtime.weights_hash import file_stamp, weights_hash
+from kvcellar.text.chat_template import ChatTemplate
+from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
 
 

@@ -12,10 +12,8 @@ from kvcellar.cache.porting import state_get
 from kvcellar.errors import OptionError
 from kvcellar.runtime.options import check_range
 from kvcellar.snapshot.container import write_file
-from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.fingerprint import Plain, digest, stored_as
 from kvcellar.snapshot.native import describe
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Plain, Snapshot, converted, digest, stored_as
 from kvcellar.types import CacheSpec, Int32Array, KVType
 
 if TYPE_CHECKING:

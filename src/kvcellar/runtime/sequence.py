@@ -18,12 +18,12 @@ from kvcellar.errors import BatchError, OptionError
 from kvcellar.runtime.editing import EditableText
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.loading import LoadOptions, load_into
-from kvcellar.runtime.sampler import SamplerOptions
 from kvcellar.runtime.saving import SaveOptions, save_part
 from kvcellar.runtime.shifting import ContextShift
 from kvcellar.runtime.turns import in_turn
 from kvcellar.runtime.waiting import Waiting
-from kvcellar.snapshot.saved import SavedText
+from kvcellar.snapshot.snapshot import SavedText
+from kvcellar.text.sampler import SamplerOptions
 from kvcellar.types import Float32Array, KVType
 
 if TYPE_CHECKING:

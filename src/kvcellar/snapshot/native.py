@@ -20,8 +20,7 @@ from kvcellar.cache.content import (
     WindowContent,
 )
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.fingerprint import Plain, row_types
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, row_types
 from kvcellar.types import AnyArray, ByteArray, KVType
 
 VERSION = 1

@@ -18,7 +18,7 @@ from kvcellar.cache.transaction import Undoable
 from kvcellar.errors import BatchError, CacheFull, KVCellarError, PositionError
 from kvcellar.testing.duel import Interrupted
 from kvcellar.testing.naive_recurrent import NaiveStates
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.types import MAX_POSITION
 
 N_SEQ = 3

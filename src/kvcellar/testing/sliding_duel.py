@@ -20,8 +20,7 @@ from kvcellar.cache.transaction import Transaction
 from kvcellar.cellsets import cell_count
 from kvcellar.errors import CacheError, CacheFull
 from kvcellar.plan import Plan
-from kvcellar.testing.agreement import snapshot
-from kvcellar.testing.duel import Interrupted
+from kvcellar.testing.duel import Interrupted, snapshot
 from kvcellar.testing.naive_sliding import NaiveEntry, NaiveTexts
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import MAX_POSITION, CacheSpec, Int64Array, LayerSpec, RopeSpec

@@ -16,10 +16,9 @@ from kvcellar.cache.content import (
     StateContent,
     trimmed,
 )
-from kvcellar.snapshot.llama.checks import check_finite
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import Generation, Kind
-from kvcellar.snapshot.llama.value import LlamaFile
+from kvcellar.snapshot.llama.layout import Generation, Kind, LlamaFile
+from kvcellar.snapshot.llama.to_content import check_finite
 from kvcellar.snapshot.llama.writer import file_pieces
 from kvcellar.types import (
     ByteArray,

@@ -13,23 +13,21 @@ import numpy as np
 
 from kvcellar.cache.content import CacheContent, CellContent, StateContent, trimmed
 from kvcellar.errors import NotSupported, OptionError
-from kvcellar.snapshot.llama.checks import lies_otherwise, transforms_alike
 from kvcellar.snapshot.llama.layout import (
     VERSION,
-    Generation,
-    Kind,
-    PartShape,
-    file_shape,
-    latent_first,
-)
-from kvcellar.snapshot.llama.value import (
     Block,
     FileCells,
     FileStates,
+    Generation,
+    Kind,
     LlamaFile,
     Outputs,
+    PartShape,
     Stream,
+    file_shape,
+    latent_first,
 )
+from kvcellar.snapshot.llama.to_content import lies_otherwise, transforms_alike
 from kvcellar.types import Int32Array, Int64Array, KVType, MemorySpec
 
 
