@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.llama_files import save_llama_file
     from kvcellar.runtime.model import Model
-    from kvcellar.runtime.options import ContextOptions
+    from kvcellar.runtime.options import ContextOptions, ContextShift
     from kvcellar.runtime.sequence import Sequence
-    from kvcellar.runtime.shifting import ContextShift
     from kvcellar.stores.opening import open_store
     from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
@@ -106,7 +105,7 @@ _HOME = {
     "CacheSpec": "kvcellar.types",
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
-    "ContextShift": "kvcellar.runtime.shifting",
+    "ContextShift": "kvcellar.runtime.options",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
-from kvcellar.runtime.held import Gap, HeldText
-from kvcellar.runtime.shifting import ContextShift
-from kvcellar.runtime.waiting import Waiting
+from kvcellar.runtime.cached_text import Gap, HeldText, Waiting
+from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import make, put, snapshot
 

@@ -10,7 +10,7 @@ from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.models.base import ModelSpec
 from kvcellar.plan import Plan
-from kvcellar.runtime.memories import make_cache
+from kvcellar.runtime.context import make_cache
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.testing.stores import NullStore
 from kvcellar.types import Float32Array, LayerMemory, LayerSpec, StateLayer

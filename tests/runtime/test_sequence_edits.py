@@ -11,7 +11,7 @@ import pytest
 from kvcellar.errors import CacheFull, OptionError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
 from tests.runtime.helpers import attention

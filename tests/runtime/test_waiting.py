@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.runtime.waiting import Waiting
+from kvcellar.runtime.cached_text import Waiting
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from kvcellar.cache.porting import state_get
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import Wanted
-from kvcellar.runtime.saving import SaveOptions, as_type, stored, stored_fingerprint
+from kvcellar.runtime.options import SaveOptions
+from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest

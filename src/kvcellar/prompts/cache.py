@@ -46,9 +46,8 @@ from kvcellar.errors import (
 from kvcellar.prompts.blocks import Blocks, clean_tokens
 from kvcellar.prompts.misses import Absence, explain, mark, note_of
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.loading import LoadOptions, put_into
-from kvcellar.runtime.options import check_range
-from kvcellar.runtime.saving import SaveOptions
+from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.saving import put_into
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.stores.base import Store

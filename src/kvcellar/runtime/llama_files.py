@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from kvcellar.cache.porting import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
-from kvcellar.runtime.making import new_sequences
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
 from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind, LlamaFile
@@ -51,7 +50,7 @@ def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
         context.check_open()
         spec, model = context.memory_spec, context.model.spec
         restored = to_content(read_llama_file(data, spec), spec, model.arch, model.n_vocab)
-        with new_sequences(context, len(restored.seq_ids)) as made:
+        with context.new_sequences(len(restored.seq_ids)) as made:
             state_set(context.cache, restored.content, [text.seq_id for text in made])
         return made
 

@@ -1,51 +1,43 @@
-"""What sequences hold, as a snapshot: what ``Sequence.save`` and ``Context.save`` write."""
+"""What sequences hold, as a snapshot: what ``Sequence.save`` and ``Context.save`` write.
+
+Snapshots put into a context: what ``Context.load`` and ``Sequence.load`` do.
+
+Everything that can be wrong with a snapshot is found before anything is changed, and the cache
+takes it in as a whole or not at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvcellar.backends.checks import check_types
-from kvcellar.cache.porting import state_get
-from kvcellar.errors import OptionError
-from kvcellar.runtime.options import check_range
-from kvcellar.snapshot.container import write_file
+from kvcellar.cache.content import CacheContent, between
+from kvcellar.cache.content_checks import check_content
+from kvcellar.cache.porting import state_get, state_set
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
+from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
+from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.snapshot.container import read_snapshot, write_file
 from kvcellar.snapshot.native import describe
-from kvcellar.snapshot.snapshot import Plain, Snapshot, converted, digest, stored_as
-from kvcellar.types import CacheSpec, Int32Array, KVType
+from kvcellar.snapshot.snapshot import (
+    Plain,
+    SavedText,
+    Snapshot,
+    check_same,
+    converted,
+    digest,
+    stored_as,
+)
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence as Text
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a snapshot is written.
-
-    Attributes:
-        type_k: store K as another type than the cache's, a GGUF name; None: as it is.
-        type_v: the same for V.
-        compress: with zstd, which needs ``kvcellar[zstd]``. Loading is slower then.
-        checkpoints: whether older states and windows are saved as well, to go back to.
-    """
-
-    type_k: str | KVType | None = None
-    type_v: str | KVType | None = None
-    compress: bool = False
-    checkpoints: bool = True
-
-    @property
-    def types(self) -> tuple[KVType | None, KVType | None]:
-        """The types that are asked for.
-
-        Raises:
-            OptionError: there is no such type.
-        """
-        k, v = (None if t is None else KVType.parse(t) for t in (self.type_k, self.type_v))
-        return k, v
 
 
 def save_file(
@@ -146,3 +138,152 @@ def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
     )
     check_types(other)
     return other
+
+
+def load_file(context: Context, path: str | Path, options: LoadOptions) -> list[Text]:
+    """New sequences with what a file holds; see :func:`put_snapshot`."""
+    if is_llama_file(path):
+        if options != LoadOptions(convert=options.convert):
+            raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
+        return load_llama_file(context, path)
+    return put_snapshot(context, read_snapshot(path), options)
+
+
+def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
+    """A new sequence with what a file of one sequence holds."""
+    if is_llama_file(path):
+        loaded = load_file(context, path, options)
+        if len(loaded) == 1:
+            return loaded[0]
+        for text in loaded:
+            text.close()
+        raise _several(len(loaded))
+    snapshot = read_snapshot(path)
+    _check_single(snapshot)
+    return put_snapshot(context, snapshot, options)[0]
+
+
+def load_into(text: Text, path: str | Path, options: LoadOptions) -> None:
+    """Let one sequence go on with what a file holds of one; see :func:`put_into`."""
+    if is_llama_file(path):
+        raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
+    snapshot = read_snapshot(path)
+    _check_single(snapshot)
+    put_into(text.context, snapshot, [text], options)
+
+
+def put_snapshot(context: Context, snapshot: Snapshot, options: LoadOptions) -> list[Text]:
+    """New sequences with what a snapshot holds; if anything fails there are none."""
+    with context.new_sequences(snapshot.content.n_seqs) as made:
+        put_into(context, snapshot, made, options)
+    return made
+
+
+def put_into(
+    context: Context, snapshot: Snapshot, texts: Sequence[Text], options: LoadOptions
+) -> None:
+    """Let sequences go on with what a snapshot holds.
+
+    Raises:
+        SnapshotMismatch: it is of another model, or stored otherwise; names what differs.
+        SnapshotFileError: it contradicts itself.
+        OptionError: the range is outside of it.
+        CacheError: there is no room, or it cannot be put there; see ``state_set``.
+    """
+    stored_as = snapshot.fingerprint
+    snapshot = _fitting(context, snapshot, options.convert)
+    content, saved = snapshot.content, snapshot.texts
+    n_dropped = 0
+    if options.start or options.stop is not None:
+        content, saved, n_dropped = _part(snapshot, options)
+    shift = 0
+    if options.positions is not None:
+        where = check_range("positions", options.positions, 0, MAX_POSITION - 1)
+        first = min(content.span(seq)[0] for seq in range(content.n_seqs))
+        shift = where - max(first, 0)
+    for text in texts:
+        text.compute_waiting()
+    before = {text.seq_id: text.tokens for text in texts}
+    with context.cache.transaction():
+        state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
+        for text, one in zip(texts, saved, strict=True):
+            end = one.grouped_end + shift
+            moved = replace(one, logits=None, grouped_end=end, tainted=0)
+            text.adopt(moved if shift else one, before[text.seq_id])
+            if n_dropped:
+                text.trim(n_dropped)
+    is_other = stored_as["groups"] != context.fingerprint["groups"]
+    for text, one in zip(texts, saved, strict=True):
+        text.rounded = digest(stored_as) if is_other else one.rounded or text.rounded
+
+
+def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
+    """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
+    memory = context.memory_spec
+    check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
+    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
+    states = () if memory.states is None else (memory.states,)
+    check_content(snapshot.content, [*memory.groups, *states])
+    _check_tokens(snapshot, context.model.spec.n_vocab)
+    _check_saved(snapshot)
+    return snapshot
+
+
+def _check_single(snapshot: Snapshot) -> None:
+    if (n := snapshot.content.n_seqs) != 1:
+        raise _several(n)
+
+
+def _several(n: int) -> SnapshotMismatch:
+    return SnapshotMismatch("sequences", n, 1, "load them with Context.load_all")
+
+
+def _part(
+    snapshot: Snapshot, options: LoadOptions
+) -> tuple[CacheContent, tuple[SavedText, ...], int]:
+    """What is to be put in of a range of tokens, and how many go again from its end."""
+    content = snapshot.content
+    if content.n_seqs != 1:
+        raise SnapshotMismatch("sequences", content.n_seqs, 1, "a range needs one alone")
+    at, text = content.text_of(0)[0], snapshot.texts[0]
+    size = len(at)
+    stop = size if options.stop is None else check_range("stop", options.stop, 0, size)
+    start = check_range("start", options.start, 0, stop)
+    if (start, stop) == (0, size):
+        return content, snapshot.texts, 0
+    p0, p1 = check_cuts(at, start, stop)
+    cut = text.part(start, stop, size, p1)
+    if start or _can_cut(content):
+        return between(content, p0, p1), (cut,), 0
+    return content, (replace(text, logits=None),), size - stop
+
+
+def _can_cut(content: CacheContent) -> bool:
+    windows = any(group.checkpoints for group in content.groups)
+    return content.states is None and not content.has_slid and not windows
+
+
+def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
+    content = snapshot.content
+    lists = [group.tokens for group in content.groups]
+    lists += [one.tokens for group in content.groups for one in group.checkpoints]
+    lists += [slid[1] for group in content.groups for slid in group.slid if slid.ndim == 2]
+    if content.states is not None:
+        lists += [held.tokens for held in content.states.held if held is not None]
+    for tokens in lists:
+        if tokens.size and int(tokens.max()) >= n_vocab:
+            raise SnapshotFileError(f"token {tokens.max()} is outside the vocabulary of {n_vocab}")
+    for text in snapshot.texts:
+        logits = text.logits
+        if logits is not None and (logits.shape != (n_vocab,) or logits.dtype != np.float32):
+            raise SnapshotFileError(f"logits of shape {logits.shape} for {n_vocab} tokens")
+        if logits is not None and not np.isfinite(logits).all():
+            raise SnapshotFileError("logits that are not finite")
+
+
+def _check_saved(snapshot: Snapshot) -> None:
+    """See that what is said of the texts can be used; wrong numbers do no harm within range."""
+    for text in snapshot.texts:
+        for name, value in (("grouped_end", text.grouped_end), ("tainted", text.tainted or 0)):
+            if not 0 <= value <= MAX_POSITION:
+                raise SnapshotFileError(f"{name} of {value}")

@@ -11,10 +11,18 @@ and the tokens that went too much are returned, to be computed again.
 
 Where positions have been divided, tokens share them, and positions no longer tell their order. It
 is remembered in ``grouped``, for the tokens before position ``grouped_end``.
+
+Tokens of a sequence that wait to be computed, and where they will stand.
+
+Those that were computed before, until an edit took their cells or their state back, know their
+positions. They come first; what follows, sampled or typed, follows on.
+
+What it takes to move tokens of a cache of K and V: cells for copies of shared ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -22,12 +30,79 @@ import numpy as np
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.hybrid import parts_of
-from kvcellar.errors import CacheFull, NotSupported, OptionError
-from kvcellar.runtime.moving import n_copies, n_freed, require_moving
-from kvcellar.runtime.options import check_range
-from kvcellar.runtime.shifting import ContextShift
-from kvcellar.runtime.waiting import Waiting
+from kvcellar.cellsets import Cells, cell_count, cells_where
+from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
+from kvcellar.runtime.options import ContextShift, check_range
 from kvcellar.types import MAX_POSITION, Int32Array
+
+
+class Waiting:
+    """Tokens to compute, in order; the first ``len(places)`` of them stood somewhere before."""
+
+    def __init__(self, tokens: Iterable[int] = (), places: Iterable[int] = ()) -> None:
+        self.tokens = list(tokens)
+        self.places = list(places)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def positions(self, end: int) -> list[int]:
+        """Where each will stand, behind a text that ends before ``end``.
+
+        They rise: of tokens that shared a position, each gets its own.
+        """
+        result: list[int] = []
+        for i in range(len(self.tokens)):
+            end = max(end, self.places[i]) if i < len(self.places) else end
+            result.append(end)
+            end += 1
+        return result
+
+    def end(self, start: int) -> int:
+        """The position behind the last one, if the text before them ends before ``start``."""
+        return (self.positions(start) or [start - 1])[-1] + 1
+
+    def then(self, tokens: Iterable[int]) -> Waiting:
+        """These, followed by new ones."""
+        return Waiting([*self.tokens, *tokens], self.places)
+
+    def after(self, again: Waiting) -> Waiting:
+        """These, behind others that were all computed before."""
+        return Waiting([*again.tokens, *self.tokens], [*again.places, *self.places])
+
+    def without(self, start: int, stop: int, gap: int = 0) -> Waiting:
+        """These without ``[start, stop)``; what stood behind moves up by ``gap`` positions."""
+        places = [*self.places[:start], *(place - gap for place in self.places[stop:])]
+        return Waiting([*self.tokens[:start], *self.tokens[stop:]], places)
+
+
+def n_freed(cache: AttentionCache, cells: Cells) -> int:
+    """How many cells dropping these would make free to be filled."""
+    table = cache.table
+    if table.reserved is not None:
+        cells = cells_where(cells, ~table.reserved[cells])
+    return cell_count(cells) - cell_count(table.shared(cells))
+
+
+def n_copies(cache: AttentionCache, cells: Cells) -> int:
+    """How many cells moving these would take: shared ones are copied."""
+    return 0 if cache.on_shared == "move" else cell_count(cache.table.shared(cells))
+
+
+def require_moving(cache: AttentionCache, cells: Cells, doomed: Cells | None = None) -> None:
+    """Raise unless these cells can be moved once the doomed ones have been given up."""
+    if not cache.can_shift:
+        raise ShiftUnsupported(
+            "positions would have to move, but the K rows of this cache cannot be rotated: "
+            'remove(…, gap="keep") leaves them, or decode the tokens again'
+        )
+    needed = n_copies(cache, cells)
+    if needed and not cache.store.can_copy:
+        raise NotSupported("moving shared cells needs a store that can copy cells")
+    free = cache.n_free() + (0 if doomed is None else n_freed(cache, doomed))
+    if needed > free:
+        raise CacheFull(needed, free, "cells shared with others have to be copied to move")
+
 
 Gap: TypeAlias = Literal["close", "keep"]
 """What becomes of the positions behind removed tokens: they move up, or stay where they are."""
