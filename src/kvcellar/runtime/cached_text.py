@@ -108,7 +108,7 @@ Gap: TypeAlias = Literal["close", "keep"]
 """What becomes of the positions behind removed tokens: they move up, or stay where they are."""
 
 
-class HeldText:
+class CachedText:
     """What a cache holds of one sequence, as a text."""
 
     def __init__(self, cache: Cache, seq_id: int) -> None:
@@ -139,7 +139,7 @@ class HeldText:
         """The position of the next token."""
         return self.cache.seq_pos_max(self.seq_id) + 1
 
-    def share_with(self, other: HeldText) -> None:
+    def share_with(self, other: CachedText) -> None:
         """Let another one, which is empty, hold the same cells."""
         self.cache.seq_cp(self.seq_id, other.seq_id, -1, -1)
         other.grouped, other.grouped_end = self.grouped, self.grouped_end

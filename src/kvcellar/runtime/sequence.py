@@ -28,7 +28,7 @@ from kvcellar.cache.base import Cache
 from kvcellar.cache.hybrid import has_states
 from kvcellar.cache.transaction import Undo
 from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
-from kvcellar.runtime.cached_text import Gap, HeldText, Waiting
+from kvcellar.runtime.cached_text import CachedText, Gap, Waiting
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
 from kvcellar.runtime.saving import load_into, save_part
@@ -80,7 +80,7 @@ class EditableText:
     ) -> None:
         self.seq_id = seq_id
         self.turn = turn
-        self._held = HeldText(cache, seq_id)
+        self._cached = CachedText(cache, seq_id)
         self._waiting = Waiting()
         self._logits: Float32Array | None = None
         self._logits_end = 0  # where the text ended that they follow
@@ -94,21 +94,21 @@ class EditableText:
     def tokens(self) -> list[int]:
         """All token ids, in order."""
         self._check_open()
-        return [*self._held.tokens, *self._waiting.tokens]
+        return [*self._cached.tokens, *self._waiting.tokens]
 
     @property
     @in_turn
     def positions(self) -> Int32Array:
         """Where each of ``tokens`` stands; those not computed yet: where they will."""
         self._check_open()
-        rest = self._waiting.positions(self._held.end)
-        return np.concatenate((self._held.positions, rest)).astype(np.int32)
+        rest = self._waiting.positions(self._cached.end)
+        return np.concatenate((self._cached.positions, rest)).astype(np.int32)
 
     @in_turn
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
-        return len(self._held) + len(self._waiting)
+        return len(self._cached) + len(self._waiting)
 
     @property
     def tainted(self) -> int | None:
@@ -130,9 +130,9 @@ class EditableText:
         n_tokens = check_range("n_tokens", n_tokens, 0, size)
         if n_tokens == 0:
             return self
-        n_left, n_held = size - n_tokens, len(self._held)
+        n_left, n_held = size - n_tokens, len(self._cached)
         if n_left < n_held:
-            self._waiting = self._held.go_back(n_left)
+            self._waiting = self._cached.go_back(n_left)
             self._logits = None
         else:
             self._waiting = self._waiting.without(n_left - n_held, size - n_held)
@@ -160,17 +160,17 @@ class EditableText:
         start = check_range("start", start, 0, stop)
         if gap not in ("close", "keep"):
             raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
-        if gap == "keep" and start < stop < len(self) and has_states(self._held.cache):
+        if gap == "keep" and start < stop < len(self) and has_states(self._cached.cache):
             raise NotSupported(
                 'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
                 'other; use gap="close"'
             )
-        n_held, at = len(self._held), self.positions
+        n_held, at = len(self._cached), self.positions
         closed = int(at[stop] - at[start]) if gap == "close" and stop < len(at) else 0
         first, last = max(0, start - n_held), max(0, stop - n_held)
         waiting = self._waiting.without(first, last, closed)
         if start < min(stop, n_held):
-            again = self._held.remove(start, min(stop, n_held), gap)
+            again = self._cached.remove(start, min(stop, n_held), gap)
             waiting = waiting.after(again)
             self._logits = None
             if not again and stop < n_held:
@@ -193,7 +193,7 @@ class EditableText:
             CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
         """
         self._check_open()
-        start, stop = self._held.shift_span(ContextShift(keep, discard), self._waiting)
+        start, stop = self._cached.shift_span(ContextShift(keep, discard), self._waiting)
         self.remove(start, stop)
         return stop - start
 
@@ -211,9 +211,9 @@ class EditableText:
             ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
         """
         self._check_open()
-        before = self._held.positions
-        self._held.self_extend(group, width)
-        if (moved := np.flatnonzero(before != self._held.positions)).size:
+        before = self._cached.positions
+        self._cached.self_extend(group, width)
+        if (moved := np.flatnonzero(before != self._cached.positions)).size:
             self._taint(int(moved[0]))
         self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
         return self
@@ -231,8 +231,8 @@ class EditableText:
         Raises:
             CacheFull: a shift would free no cell, because others share them.
         """
-        n_max = min(self._held.cache.spec.size, self._n_ctx_train)
-        while span := self._held.span_to_discard(self._waiting, n_max, shift):
+        n_max = min(self._cached.cache.spec.size, self._n_ctx_train)
+        while span := self._cached.span_to_discard(self._waiting, n_max, shift):
             self.remove(*span)
 
     def _taint(self, token: int) -> None:
@@ -241,9 +241,9 @@ class EditableText:
 
     def _reconsider(self) -> None:
         """Know that what waits will be fresh, if it stands where it would in a text of its own."""
-        if len(self._held) == 0:
+        if len(self._cached) == 0:
             self.rounded = ""
-        if self._tainted is not None and len(self._held) <= self._tainted:
+        if self._tainted is not None and len(self._cached) <= self._tainted:
             moved = np.flatnonzero(self.positions != np.arange(len(self)))
             self._tainted = int(moved[0]) if moved.size else None
 
@@ -315,7 +315,7 @@ class Sequence(EditableText):
         self._check_open()
         child = self.context.sequence()
         try:
-            self._held.share_with(child._held)  # noqa: SLF001
+            self._cached.share_with(child._cached)  # noqa: SLF001
         except BaseException:
             child.close()
             raise
@@ -447,13 +447,13 @@ class Sequence(EditableText):
     @in_turn
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
-        held = self._held
+        held = self._cached
         self._forget_old_logits()
         return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
 
     def adopt(self, saved: SavedText, before: list[int]) -> None:
         """Know what was saved, now that the cache holds it behind the tokens ``before``."""
-        held = self._held
+        held = self._cached
         if saved.grouped:
             held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
         if len(held) == len(before):
@@ -466,7 +466,7 @@ class Sequence(EditableText):
 
     def remember(self) -> Undo:
         """What puts the sequence back as it is now, its cells excepted."""
-        kept = {**vars(self), "_held": copy(self._held)}
+        kept = {**vars(self), "_held": copy(self._cached)}
         return partial(vars(self).update, kept)
 
     def __enter__(self) -> Sequence:
@@ -489,30 +489,30 @@ class Sequence(EditableText):
         return list(prompt)
 
     def _compute(self, waiting: Waiting) -> None:
-        positions = waiting.positions(self._held.end) if waiting.places else None
-        before, n_held = (self._waiting, self._logits), len(self._held)
+        positions = waiting.positions(self._cached.end) if waiting.places else None
+        before, n_held = (self._waiting, self._logits), len(self._cached)
         self._waiting, self._logits = Waiting(), None
         try:
             batch = Batch.of(waiting.tokens, self.seq_id, positions, logits="last")
             self._know(self.context.decode(batch)[-1])
         except BaseException:
             # Ctrl-C may come after the cells were filled: a token must not wait as well.
-            if len(self._held) == n_held:
+            if len(self._cached) == n_held:
                 self._waiting, self._logits = before
             raise
 
     def _know(self, logits: Float32Array | None) -> None:
         """Have the logits behind what the cache holds now."""
-        self._logits, self._logits_end = logits, self._held.end
+        self._logits, self._logits_end = logits, self._cached.end
 
     def _forget_old_logits(self) -> None:
         """Someone may have decoded into our id, or removed what the logits follow."""
-        if self._logits_end != self._held.end:
+        if self._logits_end != self._cached.end:
             self._logits = None
 
     def _compute_last_again(self) -> None:
         """After an edit the last token's logits are gone: take it out and compute it once more."""
-        if ids := self._held.tokens:
-            last = Waiting(ids[-1:], self._held.positions[-1:].tolist())
-            self._waiting = last.after(self._held.go_back(len(ids) - 1))
+        if ids := self._cached.tokens:
+            last = Waiting(ids[-1:], self._cached.positions[-1:].tolist())
+            self._waiting = last.after(self._cached.go_back(len(ids) - 1))
             self._compute(self._waiting)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
-from kvcellar.runtime.cached_text import Gap, HeldText, Waiting
+from kvcellar.runtime.cached_text import CachedText, Gap, Waiting
 from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import make, put, snapshot
@@ -56,7 +56,7 @@ class Plain:
             self.text, self.grouped_end = new, low + width // group
 
 
-def decode(text: HeldText, tokens: list[int]) -> None:
+def decode(text: CachedText, tokens: list[int]) -> None:
     """Put tokens behind a text, each with itself as the content of its cell."""
     assert isinstance(text.cache, AttentionCache)
     store = text.cache.store
@@ -73,7 +73,7 @@ class Texts(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.cache, self.store = make(SIZE, 2)
-        self.texts = [HeldText(self.cache, 0), HeldText(self.cache, 1)]
+        self.texts = [CachedText(self.cache, 0), CachedText(self.cache, 1)]
         self.plain = [Plain(), Plain()]
         self.next_token = 100
 
@@ -175,15 +175,15 @@ Texts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, dead
 TestTextsFollowAPlainList = Texts.TestCase
 
 
-def filled(n: int, size: int = 16, **options: bool) -> tuple[HeldText, AttentionCache]:
+def filled(n: int, size: int = 16, **options: bool) -> tuple[CachedText, AttentionCache]:
     cache, _ = make(size, 4, **options)  # type: ignore[arg-type]
     put(cache, 0, n)
-    return HeldText(cache, 0), cache
+    return CachedText(cache, 0), cache
 
 
 def test_compaction_does_not_shuffle_tokens_that_share_a_position() -> None:
     cache, _ = make(16, 2)
-    a, b = HeldText(cache, 0), HeldText(cache, 1)
+    a, b = CachedText(cache, 0), CachedText(cache, 1)
     for i in range(4):
         decode(b, [200 + i])
         decode(a, [100 + i])
