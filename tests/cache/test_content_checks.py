@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvcellar.cache.content import (
     CacheContent,
     CellContent,
-    HeldContent,
+    SequenceStateData,
     StateContent,
     WindowContent,
 )
@@ -344,6 +344,6 @@ def test_whatever_is_changed_is_refused_or_harmless(
 
 
 def test_the_content_has_every_kind_of_part() -> None:
-    kinds = (CellContent, WindowContent, StateContent, HeldContent)
+    kinds = (CellContent, WindowContent, StateContent, SequenceStateData)
     names = {f.name for kind in kinds for f in fields(kind)}
     assert names <= {name for path in PATHS for name in path if isinstance(name, str)}

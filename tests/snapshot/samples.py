@@ -10,8 +10,8 @@ from kvcellar.cache.content import (
     NO_TOKENS,
     CacheContent,
     CellContent,
-    HeldContent,
     RowBytes,
+    SequenceStateData,
     StateContent,
     WindowContent,
 )
@@ -103,7 +103,7 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
 
 
 def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
-    held: list[HeldContent | None] = []
+    held: list[SequenceStateData | None] = []
     n_states = 0
     for text in texts:
         if not len(text):
@@ -111,7 +111,7 @@ def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
             continue
         kept = ((len(text) // 2, n_states + 1),) if len(text) > 1 else ()
         at = np.arange(len(text), dtype=np.int32)
-        held.append(HeldContent(at, text, n_states, kept))
+        held.append(SequenceStateData(at, text, n_states, kept))
         n_states += 1 + len(kept)
     return StateContent(rng.normal(size=(n_states, 9)).astype(np.float32), tuple(held))
 

@@ -137,7 +137,7 @@ def _join_states(pieces: Sequence[StateContent]) -> StateContent:
     _require_contiguous(positions)
     tokens = np.concatenate([held.tokens for _, held in found])
     state = states[last.state : last.state + 1]
-    return StateContent(state, (HeldContent(positions, tokens, 0),))
+    return StateContent(state, (SequenceStateData(positions, tokens, 0),))
 
 
 def _in_order(piece: CellContent) -> Cells:
@@ -244,7 +244,7 @@ class CellContent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldContent:
+class SequenceStateData:
     """A sequence's state: the text that made it, and where it lies among the states.
 
     ``checkpoints`` are pairs of a number of tokens and the state after them, ascending.
@@ -261,7 +261,7 @@ class StateContent:
     """States ``[n, n_values]``, those that several share once; of each sequence what it holds."""
 
     states: Float32Array
-    held: tuple[HeldContent | None, ...]
+    held: tuple[SequenceStateData | None, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ import numpy as np
 from kvcellar.cache.content import (
     CacheContent,
     CellContent,
-    HeldContent,
     RowBytes,
+    SequenceStateData,
     StateContent,
     WindowContent,
 )
@@ -127,7 +127,7 @@ def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
                 _require(texts.setdefault(state, text) == text, f"state {state} is of two texts")
 
 
-def _check_held(held: HeldContent, n_states: int) -> None:
+def _check_held(held: SequenceStateData, n_states: int) -> None:
     _check_texts("a state", held.positions, held.tokens)
     n, ends = len(held.positions), [end for end, _ in held.checkpoints]
     _require(n > 0, "a state has absorbed nothing")

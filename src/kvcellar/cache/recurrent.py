@@ -37,10 +37,10 @@ import numpy as np
 from kvcellar.backends.base import StateStore
 from kvcellar.batch import Batch, MicroBatch, Rows, split_equal
 from kvcellar.cache.base import CheckpointPolicy, Coupled
-from kvcellar.cache.content import HeldContent, StateContent
+from kvcellar.cache.content import SequenceStateData, StateContent
 from kvcellar.cache.placement import Placement, micro_batch
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
-from kvcellar.cache.states import HeldState, HeldStates, History
+from kvcellar.cache.states import History, SequenceState, StateTable
 from kvcellar.cache.transaction import Decoding, Nested, NestHost, Remember, Undoable
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
@@ -54,7 +54,7 @@ class Recorded:
 
     spec: CacheSpec
     store: StateStore
-    states: HeldStates
+    states: StateTable
 
     @property
     def can_shift(self) -> bool:
@@ -125,7 +125,7 @@ class Recorded:
         held = self._held(seq_id)
         return History.empty() if held is None else held.history
 
-    def _held(self, seq_id: int) -> HeldState | None:
+    def _held(self, seq_id: int) -> SequenceState | None:
         return self.states.of[checked_id(seq_id, self.spec.n_seq_max)]
 
 
@@ -133,12 +133,12 @@ class PortsStates:
     """What a cache of states needs for :mod:`kvcellar.cache.porting`."""
 
     store: StateStore
-    states: HeldStates
+    states: StateTable
 
     def port_out(self, seq_ids: Sequence[int], lo: int, checkpoints: bool) -> StateContent:
         """The states of sequences, and the texts from a position on that made them."""
         rows: dict[int, int] = {}  # of each row its number among the states
-        held: list[HeldContent | None] = []
+        held: list[SequenceStateData | None] = []
         for seq in seq_ids:
             mine = self.states.of[seq]
             if mine is None or (first := mine.history.n_before(lo)) == mine.history.n:
@@ -148,7 +148,7 @@ class PortsStates:
             state = rows.setdefault(mine.row, len(rows))
             pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)
             at, tokens = mine.history.positions[first:], mine.history.tokens[first:]
-            held.append(HeldContent(at.copy(), tokens.copy(), state, pairs))
+            held.append(SequenceStateData(at.copy(), tokens.copy(), state, pairs))
         return StateContent(self.store.read(np.array(list(rows), np.int64)), tuple(held))
 
     def port_in(self, content: StateContent, seq_ids: Sequence[int], shift: int) -> None:
@@ -229,7 +229,7 @@ class StateTransaction(Nested):
     def __init__(
         self,
         host: StateHost,
-        states: HeldStates,
+        states: StateTable,
         nest: list[StateTransaction],
         watchers: Sequence[Remember],
     ) -> None:
@@ -282,7 +282,7 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
     ) -> None:
         self.store = store
         self.spec = CacheSpec(size, store.spec.n_seq_max, ())
-        self.states = HeldStates(store.spec, policy or CheckpointPolicy())
+        self.states = StateTable(store.spec, policy or CheckpointPolicy())
         self._nest: list[StateTransaction] = []
         self._watchers: list[Remember] = []
 

@@ -12,7 +12,7 @@ way.
 
 What a cache of states knows of one sequence, as a value.
 
-A :class:`HeldState` never changes: a verb makes another one, sequences that share it refer to the
+A :class:`SequenceState` never changes: a verb makes another one, sequences that share it refer to the
 same, and what refers to an old one (a checkpoint, a transaction) can always go back to it.
 """
 
@@ -101,7 +101,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldState:
+class SequenceState:
     """The state in ``row``, what it has absorbed (at least one token), and older ones to go to."""
 
     row: int
@@ -113,28 +113,28 @@ class HeldState:
         """The rows that it needs."""
         return {self.row, *(kept.row for kept in self.checkpoints)}
 
-    def absorbed(self, row: int, tokens: Int32Array | None, positions: Int32Array) -> HeldState:
+    def absorbed(self, row: int, tokens: Int32Array | None, positions: Int32Array) -> SequenceState:
         """What it is when further tokens have made the state in that row."""
-        return HeldState(row, self.history.extended(tokens, positions), self.checkpoints)
+        return SequenceState(row, self.history.extended(tokens, positions), self.checkpoints)
 
-    def keeping(self, new: Checkpoint) -> HeldState:
+    def keeping(self, new: Checkpoint) -> SequenceState:
         """The same with one more to go back to, unless there is one at that token."""
         if any(kept.n == new.n for kept in self.checkpoints):
             return self
         kept = sorted((*self.checkpoints, new), key=lambda one: one.n)
         return replace(self, checkpoints=tuple(kept))
 
-    def dropping(self, rows: Collection[int]) -> HeldState:
+    def dropping(self, rows: Collection[int]) -> SequenceState:
         """The same without what is kept in these rows."""
         kept = tuple(one for one in self.checkpoints if one.row not in rows)
         return self if len(kept) == len(self.checkpoints) else replace(self, checkpoints=kept)
 
-    def back_to(self, checkpoint: Checkpoint) -> HeldState:
+    def back_to(self, checkpoint: Checkpoint) -> SequenceState:
         """What it was when that one was made."""
         kept = tuple(one for one in self.checkpoints if one.n <= checkpoint.n)
-        return HeldState(checkpoint.row, self.history.cut(checkpoint.n), kept)
+        return SequenceState(checkpoint.row, self.history.cut(checkpoint.n), kept)
 
-    def removed(self, lo: int, hi: int) -> tuple[bool, HeldState | None]:
+    def removed(self, lo: int, hi: int) -> tuple[bool, SequenceState | None]:
         """Whether the range of positions can be removed, and what is left; see ``seq_rm``."""
         last = self.history.last
         if 0 < lo <= last or 0 < hi <= last:
@@ -145,7 +145,7 @@ class HeldState:
             return True, self.back_to(kept)
         return True, None if lo <= last < hi else self
 
-    def rewound(self, p0: int) -> HeldState | None:
+    def rewound(self, p0: int) -> SequenceState | None:
         """The newest that holds nothing from a position on; None: of nothing older."""
         n_left = self.history.n_before(p0)
         if n_left == self.history.n:
@@ -153,7 +153,7 @@ class HeldState:
         older = [one for one in self.checkpoints if one.n <= n_left]
         return self.back_to(older[-1]) if older else None
 
-    def shifted(self, lo: int, hi: int, delta: int) -> HeldState | None:
+    def shifted(self, lo: int, hi: int, delta: int) -> SequenceState | None:
         """With positions in the range moved by delta; None: all of them fell below 0.
 
         Raises:
@@ -176,7 +176,7 @@ class HeldState:
             )
         return replace(self, history=self.history.at(new))
 
-    def divided(self, lo: int, hi: int, d: int) -> HeldState:
+    def divided(self, lo: int, hi: int, d: int) -> SequenceState:
         """With positions in the range divided by d, truncating.
 
         Raises:
@@ -199,10 +199,10 @@ def _require_order(positions: Int32Array, verb: str) -> None:
         )
 
 
-States = list["HeldState | None"]
+States = list["SequenceState | None"]
 
 
-class HeldStates:
+class StateTable:
     """Of each sequence what is held, None if it is empty.
 
     Args:
@@ -256,7 +256,7 @@ class HeldStates:
         if rows:
             self._change(lambda held: held.dropping(rows))
 
-    def _checkpoint(self, held: HeldState, serials: dict[int, int]) -> Checkpoint:
+    def _checkpoint(self, held: SequenceState, serials: dict[int, int]) -> Checkpoint:
         self._made += 1
         return Checkpoint(held.history.n, held.row, serials.setdefault(held.row, self._made))
 
@@ -269,7 +269,7 @@ class HeldStates:
         oldest = sorted(serials, key=lambda row: serials[row])
         self.give_up(oldest[: max(0, len(oldest) - self.limit)])
 
-    def _change(self, change: Callable[[HeldState], HeldState]) -> None:
+    def _change(self, change: Callable[[SequenceState], SequenceState]) -> None:
         """Change what is held of every sequence; those that share it share it still."""
         known = {held: change(held) for held in self.of if held}
         self.of[:] = [held and known[held] for held in self.of]
@@ -283,7 +283,7 @@ class HeldStates:
 
         A sequence for which there is none keeps what it has.
         """
-        texts: dict[object, HeldState] = {}  # those with the same text share its history
+        texts: dict[object, SequenceState] = {}  # those with the same text share its history
         serials = {state: self._made + i for i, state in enumerate(reversed(rows), 1)}
         self._made += len(rows)
         for number, seq in enumerate(seq_ids):
@@ -298,7 +298,7 @@ class HeldStates:
             if key not in texts:
                 at = held.positions + np.int32(shift)
                 history = History.empty().extended(held.tokens, at)
-                texts[key] = HeldState(rows[held.state], history, kept)
+                texts[key] = SequenceState(rows[held.state], history, kept)
             self.of[seq] = texts[key]
         self._shrink()
 
@@ -308,14 +308,14 @@ class HeldStates:
         """Let sequences have what a batch made of their states; old ones become checkpoints."""
         new = list(self.of)
         for piece in pieces:
-            grown: dict[HeldState | None, HeldState] = {}
+            grown: dict[SequenceState | None, SequenceState] = {}
             for seq in piece.members:
                 held = new[seq]
                 if held not in grown:
-                    start = held or HeldState(piece.row, History.empty())
+                    start = held or SequenceState(piece.row, History.empty())
                     grown[held] = start.absorbed(piece.row, piece.tokens, piece.positions)
                 new[seq] = grown[held]
-        kept: dict[HeldState, HeldState] = {}
+        kept: dict[SequenceState, SequenceState] = {}
         serials = self._serials()
         for seq in sorted({seq for piece in pieces for seq in piece.members}):
             held = new[seq]
@@ -327,8 +327,8 @@ class HeldStates:
         self._shrink()
 
     def _with_checkpoints(
-        self, old: HeldState | None, new: HeldState, serials: dict[int, int]
-    ) -> HeldState:
+        self, old: SequenceState | None, new: SequenceState, serials: dict[int, int]
+    ) -> SequenceState:
         if self.limit == 0:
             return new
         n_old = 0 if old is None else old.history.n
@@ -356,7 +356,7 @@ class HeldStates:
         n_kept = len(self._serials())
         _require(n_kept <= self.limit, f"{n_kept} checkpoints, but {self.limit} are allowed")
 
-    def _check_one(self, held: HeldState) -> None:
+    def _check_one(self, held: SequenceState) -> None:
         at, ends = held.history.positions, [one.n for one in held.checkpoints]
         _require(all(0 <= row < self._n_rows for row in held.rows), f"{held} has no such row")
         _require(len(at) > 0 and at[0] >= 0, f"{held} has absorbed nothing, or below 0")

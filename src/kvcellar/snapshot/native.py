@@ -14,8 +14,8 @@ import numpy as np
 from kvcellar.cache.content import (
     CacheContent,
     CellContent,
-    HeldContent,
     RowBytes,
+    SequenceStateData,
     StateContent,
     WindowContent,
 )
@@ -187,7 +187,7 @@ def _raw(rows: AnyArray | None, n: int) -> ByteArray:
 # -- states
 
 
-def _of_held(name: str, held: HeldContent | None, arrays: Arrays) -> Plain:
+def _of_held(name: str, held: SequenceStateData | None, arrays: Arrays) -> Plain:
     if held is None:
         return None
     arrays[f"{name}.positions"], arrays[f"{name}.tokens"] = held.positions, held.tokens
@@ -195,9 +195,11 @@ def _of_held(name: str, held: HeldContent | None, arrays: Arrays) -> Plain:
     return {"state": held.state, "checkpoints": checkpoints}
 
 
-def _to_held(name: str, about: Mapping[str, Any] | None, arrays: Arrays) -> HeldContent | None:
+def _to_held(
+    name: str, about: Mapping[str, Any] | None, arrays: Arrays
+) -> SequenceStateData | None:
     if about is None:
         return None
     pairs = tuple((int(n), int(state)) for n, state in about["checkpoints"])
     positions, tokens = arrays[f"{name}.positions"], arrays[f"{name}.tokens"]
-    return HeldContent(positions, tokens, int(about["state"]), pairs)
+    return SequenceStateData(positions, tokens, int(about["state"]), pairs)

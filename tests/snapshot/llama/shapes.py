@@ -11,8 +11,8 @@ from kvcellar.cache.content import (
     NO_TOKENS,
     CacheContent,
     CellContent,
-    HeldContent,
     RowBytes,
+    SequenceStateData,
     StateContent,
     trimmed,
 )
@@ -95,11 +95,11 @@ def content_of(
         groups.append(trimmed(cells, group.window) if group.window else cells)
     if spec.states is None:
         return CacheContent(len(n_own), tuple(groups))
-    held: list[HeldContent | None] = []
+    held: list[SequenceStateData | None] = []
     for seq in range(len(n_own)):
         mine = owners[0][owners[1] == seq]
         state = len([one for one in held if one])
-        held.append(HeldContent(positions[mine], tokens[mine], state) if len(mine) else None)
+        held.append(SequenceStateData(positions[mine], tokens[mine], state) if len(mine) else None)
     values = rng.standard_normal((len(n_own), spec.states.row_bytes // 4)).astype(np.float32)
     used = len([one for one in held if one])
     return CacheContent(len(n_own), tuple(groups), StateContent(values[:used], tuple(held)))

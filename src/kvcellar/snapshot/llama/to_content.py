@@ -27,8 +27,8 @@ from kvcellar.cache.content import (
     NO_TOKENS,
     CacheContent,
     CellContent,
-    HeldContent,
     RowBytes,
+    SequenceStateData,
     StateContent,
     trimmed,
 )
@@ -374,7 +374,7 @@ def _text(merged: list[Merged], file: LlamaFile, naming: Naming, seq: int) -> In
 
 
 def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateContent:
-    held: list[HeldContent | None] = []
+    held: list[SequenceStateData | None] = []
     for seq, text in enumerate(texts):
         cell = _cell_of(states, naming, seq)
         if cell < 0:
@@ -383,7 +383,7 @@ def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) ->
         last = int(states.cells.positions[cell])
         if not len(text) or int(text[-1]) != last:
             raise SnapshotFileError(f"llama.cpp's file: the state of sequence {seq} is at {last}")
-        held.append(HeldContent(text, tokens.at(seq, text), cell))
+        held.append(SequenceStateData(text, tokens.at(seq, text), cell))
     return StateContent(_values(states), tuple(held))
 
 
