@@ -172,7 +172,7 @@ def everything(cache: Cache) -> list[object]:
         if isinstance(part, AttentionCache):
             found.append(snapshot(part, only_used=True))
         if isinstance(part, SlidingCache):
-            found += [*part._room.slid, *part._checkpoints.save()]
+            found += [*part._room.evicted, *part._checkpoints.save()]
         if isinstance(part, RecurrentCache):
             held = [one for one in part.states.of if one]
             rows = [row for one in held for row in sorted(one.rows)]
@@ -187,17 +187,17 @@ def check_texts(cache: Cache, texts: dict[int, list[tuple[int, int]]]) -> None:
         tokens = [token for token, _ in text]
         at = [position for _, position in text]
         for part in parts_of(cache):
-            slid, gone = list[int](), list[int]()
+            evicted, gone = list[int](), list[int]()
             if isinstance(part, SlidingCache):
-                slid = part.seq_slid(seq).tolist()
+                evicted = part.seq_evicted(seq).tolist()
                 gone = part.seq_slid_positions(seq).tolist()
-            assert [*slid, *part.seq_tokens(seq).tolist()] == tokens
+            assert [*evicted, *part.seq_tokens(seq).tolist()] == tokens
             assert [*gone, *part.seq_positions(seq).tolist()] == at
             if isinstance(part, AttentionCache):
                 assert isinstance(part.store, SignatureStore)
                 cells = part.table.cells_of(seq)
                 stands = part.table.positions[cells] - part.table.pending[cells]
-                assert part.store.content[cells].tolist() == tokens[len(slid) :]
+                assert part.store.content[cells].tolist() == tokens[len(evicted) :]
                 assert part.store.rotation[cells].tolist() == stands.tolist()
             if isinstance(part, RecurrentCache) and (held := part.states.of[seq]) is not None:
                 assert states_of(cache).text(held.row) == tuple(tokens)
@@ -210,7 +210,7 @@ def text_of(cache: Cache, seq: int) -> list[tuple[int, int]]:
     part = parts_of(cache)[0]
     tokens, at = part.seq_tokens(seq).tolist(), part.seq_positions(seq).tolist()
     if isinstance(part, SlidingCache):
-        tokens = [*part.seq_slid(seq).tolist(), *tokens]
+        tokens = [*part.seq_evicted(seq).tolist(), *tokens]
         at = [*part.seq_slid_positions(seq).tolist(), *at]
     return list(zip(tokens, at, strict=True))
 

@@ -165,12 +165,12 @@ BROKEN = {
     "V runs out": in_group(rows=layer_rows("v", cut)),
     "K of floats": in_group(rows=layer_rows("k", as_floats)),
     "V upright": in_group(rows=layer_rows("v", upright)),
-    "slid of one sequence": in_group(slid=cut),
-    "slid in one row": in_group(slid=first(lambda slid: slid[0])),
-    "slid of floats": in_group(slid=first(as_floats)),
-    "slid descends": in_group(slid=first(backwards)),
-    "slid reaches into the window": in_group(slid=first(put_at((0, -1), 14))),
-    "slid below 0": in_group(slid=first(put_at((0, 0), -1))),
+    "slid of one sequence": in_group(evicted=cut),
+    "slid in one row": in_group(evicted=first(lambda evicted: evicted[0])),
+    "slid of floats": in_group(evicted=first(as_floats)),
+    "slid descends": in_group(evicted=first(backwards)),
+    "slid reaches into the window": in_group(evicted=first(put_at((0, -1), 14))),
+    "slid below 0": in_group(evicted=first(put_at((0, 0), -1))),
     "slid of nobody": in_group(
         owners=lambda pairs: pairs[:, pairs[1] != 0], checkpoints=lambda _: ()
     ),
@@ -179,8 +179,8 @@ BROKEN = {
     "checkpoint descends": in_checkpoint(positions=backwards),
     "checkpoint of another text": in_checkpoint(tokens=put_at(0, 7)),
     "checkpoint behind the end": in_checkpoint(positions=lambda at: at + 1),
-    "checkpoint slid in one row": in_checkpoint(slid=lambda slid: slid[0]),
-    "checkpoint forgot what slid": in_checkpoint(slid=lambda slid: slid[:, :-1]),
+    "checkpoint slid in one row": in_checkpoint(evicted=lambda evicted: evicted[0]),
+    "checkpoint forgot what slid": in_checkpoint(evicted=lambda evicted: evicted[:, :-1]),
     "checkpoint without rows": in_checkpoint(rows=layer_rows("k", cut)),
     "checkpoint of nobody": in_checkpoint(owners=lambda _: ()),
     "checkpoint of strangers": in_checkpoint(owners=lambda _: (0, 2)),
@@ -230,7 +230,7 @@ def refused(content: CacheContent, error: type[SnapshotError]) -> SnapshotError:
 
 def test_the_content_that_all_others_are_made_from_is_sound() -> None:
     check_content(CONTENT, SPECS)
-    assert SLIDING.slid[0].shape[1] > 0
+    assert SLIDING.evicted[0].shape[1] > 0
     assert len(SLIDING.checkpoints) > 1
     assert CONTENT.n_bytes > 0
     target = hybrid("fws", size=40)

@@ -176,7 +176,7 @@ def _check_content(content: CacheContent, taken: Sequence[Taken], n_seqs: int) -
     assert group.positions.tolist() == [one.cell.pos for one in taken]
     assert group.tokens.tolist() == [one.cell.token for one in taken]
     assert owners == [set(one.owners) for one in taken]
-    assert [slid.shape for slid in group.slid] == [(2, 0)] * n_seqs
+    assert [evicted.shape for evicted in group.evicted] == [(2, 0)] * n_seqs
     for number in range(n_seqs):
         at = [one.cell.pos for one in taken if number in one.owners]
         assert content.span(number) == ((min(at), max(at)) if at else (-1, -1))

@@ -83,10 +83,10 @@ def test_a_placement_that_fails_changes_neither_text_nor_cells() -> None:
     """llama.cpp#25452: a failed placement left the token list and the cells disagreeing."""
     cache = make(4, 2, n_seq_max=2)
     put(cache, 0, 9, n_ubatch=2)
-    before = snapshot(cache), cache.seq_slid(0).tolist(), cache.seq_tokens(0).tolist()
+    before = snapshot(cache), cache.seq_evicted(0).tolist(), cache.seq_tokens(0).tolist()
     with pytest.raises(CacheFull):
         put(cache, 1, 11, n_ubatch=11)
-    assert (snapshot(cache), cache.seq_slid(0).tolist(), cache.seq_tokens(0).tolist()) == before
+    assert (snapshot(cache), cache.seq_evicted(0).tolist(), cache.seq_tokens(0).tolist()) == before
 
 
 # -- what positions say
@@ -111,7 +111,7 @@ def test_the_whole_text_and_what_is_held_are_told_apart() -> None:
     put(cache, 0, 30, n_ubatch=2)
     whole = [*cache.seq_slid_positions(0), *cache.seq_positions(0)]
     assert whole == [*range(30)]
-    assert [*cache.seq_slid(0), *cache.seq_tokens(0)] == [*range(100, 130)]
+    assert [*cache.seq_evicted(0), *cache.seq_tokens(0)] == [*range(100, 130)]
     assert cache.seq_pos_min(0) == 24
 
 
@@ -196,7 +196,7 @@ def test_a_context_shift_works_whatever_has_slid() -> None:
     assert cache.seq_rm(0, 4, 32) is True
     cache.seq_add(0, 32, -1, -28)
     assert cache.seq_pos_max(0) == 31
-    assert [*cache.seq_slid(0), *cache.seq_tokens(0)] == [*range(100, 104), *range(132, 160)]
+    assert [*cache.seq_evicted(0), *cache.seq_tokens(0)] == [*range(100, 104), *range(132, 160)]
     put(cache, 0, 20, n_ubatch=4)
     cache.check()
 

@@ -153,7 +153,7 @@ class TestGoingBack:
         go_on(cache, 10)
         assert cache.seq_rm(0, 1, -1) is True
         assert held(cache) == [0]
-        assert cache.seq_slid(0).size == 0
+        assert cache.seq_evicted(0).size == 0
         assert cache.checkpoints(0) == ()
 
     def test_rewind_goes_back_to_the_last_one_before(self) -> None:

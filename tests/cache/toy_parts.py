@@ -315,9 +315,9 @@ def texts(cache: HybridCache, seq_id: int) -> list[Text]:
         text = zip(
             part.seq_tokens(seq_id).tolist(), part.seq_positions(seq_id).tolist(), strict=True
         )
-        slid: Text = []
+        evicted: Text = []
         if isinstance(part, SlidingCache):
             at = part.seq_slid_positions(seq_id).tolist()
-            slid = list(zip(part.seq_slid(seq_id).tolist(), at, strict=True))
-        found.append([*slid, *text])
+            evicted = list(zip(part.seq_evicted(seq_id).tolist(), at, strict=True))
+        found.append([*evicted, *text])
     return found

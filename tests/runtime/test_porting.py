@@ -44,7 +44,7 @@ def fill(context: Context) -> int:
     for seq, tail in enumerate(TAILS):
         context.decode(Batch.of(tail, seq))
     for part in parts_of(context.cache):
-        assert not isinstance(part, SlidingCache) or len(part.seq_slid(0)) > 0
+        assert not isinstance(part, SlidingCache) or len(part.seq_evicted(0)) > 0
     return len(prefix)
 
 
@@ -176,8 +176,8 @@ def test_pieces_saved_while_a_text_grew_go_on_as_the_whole(shared: Path, arch: s
             one.decode(Batch.of(TAILS[2], 1))
             at += n
             pieces.append(state_get(one.cache, [0], at - n, at))
-        slid = [len(group.slid[0][0]) > 0 for piece in pieces for group in piece.groups]
-        assert any(slid) == (arch in WINDOWED)
+        evicted = [len(group.evicted[0][0]) > 0 for piece in pieces for group in piece.groups]
+        assert any(evicted) == (arch in WINDOWED)
         joined = join(pieces, [group.window for group in one.memory_spec.groups])
         state_set(two.cache, joined, [1])
         assert joined.groups[0].text_of(0)[1].tolist() == tokens

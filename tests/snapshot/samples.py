@@ -90,7 +90,7 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
     tokens = np.concatenate(
         [np.empty(0, np.int32), *(t[i] for t, i in zip(texts, kept, strict=True))]
     )
-    slid = tuple(
+    evicted = tuple(
         np.stack((p[:-WINDOW], t[:-WINDOW])) for p, t in zip(positions, texts, strict=True)
     )
     owners = np.stack((np.arange(len(at)), seqs)).astype(np.int64)
@@ -99,7 +99,7 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
         old = positions[0][:WINDOW]
         rows = _rows(rng, spec, WINDOW)
         checkpoints = (WindowContent(old, texts[0][old], rows, NO_TOKENS, (0,)),)
-    return CellContent(at, tokens, owners, _rows(rng, spec, len(at)), slid, checkpoints)
+    return CellContent(at, tokens, owners, _rows(rng, spec, len(at)), evicted, checkpoints)
 
 
 def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:

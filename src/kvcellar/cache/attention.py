@@ -133,7 +133,7 @@ class PortsCells:
             tokens=table.tokens[cells],
             owners=np.stack((numbers, seqs)).astype(np.int64),
             rows=read_rows(self.store, cells),
-            slid=(NO_TOKENS,) * len(mine),
+            evicted=(NO_TOKENS,) * len(mine),
         )
 
     def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
@@ -142,7 +142,7 @@ class PortsCells:
         Raises:
             SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
         """
-        if any(slid.shape[1] for slid in content.slid):
+        if any(evicted.shape[1] for evicted in content.evicted):
             hint = "load it into a cache whose windows slide, or decode the text again"
             raise SnapshotMismatch("swa_full", False, True, hint)
         self._fill(content, seq_ids, shift)

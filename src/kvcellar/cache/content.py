@@ -38,7 +38,7 @@ def between(content: CacheContent, lo: int, hi: int) -> CacheContent:
     """
     if all(_is_between(group, lo, hi) for group in content.groups) and content.groups:
         return content
-    if content.states is not None or content.has_slid:
+    if content.states is not None or content.has_evicted:
         raise NotSupported(
             "a range of a snapshot with states or windows: they cannot be cut; load all of it"
         )
@@ -68,7 +68,7 @@ def _between(group: CellContent, lo: int, hi: int) -> CellContent:
         tokens=group.tokens[cells],
         owners=np.stack((numbers[pairs[0]], pairs[1])),
         rows=pick(group.rows, cells),
-        slid=group.slid,
+        evicted=group.evicted,
     )
 
 
@@ -111,7 +111,7 @@ def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
     ends = np.cumsum([len(one[0]) for one in texts])
     gaps = [end - len(piece.positions) for end, piece in zip(ends, pieces, strict=True)]
     # What slid out of a piece lies before its rows; behind the last such token all is held.
-    slid_in = [i for i, piece in enumerate(pieces) if piece.slid[0].shape[1]]
+    slid_in = [i for i, piece in enumerate(pieces) if piece.evicted[0].shape[1]]
     n_slid = int(gaps[slid_in[-1]]) if slid_in else 0
     rows = _chain([pick(piece.rows, _in_order(piece)) for piece in pieces])
     n = text.shape[1] - n_slid
@@ -121,7 +121,7 @@ def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
         tokens=text[1, n_slid:],
         owners=np.stack((np.arange(n), np.zeros(n, np.int64))),
         rows=pick(rows, slice(n_rows - n, n_rows)),
-        slid=(text[:, :n_slid],),
+        evicted=(text[:, :n_slid],),
     )
     return trimmed(whole, window) if window else whole
 
@@ -196,13 +196,13 @@ class RowBytes:
 class WindowContent:
     """A checkpoint of a window: the end of a text, and who can go back to it.
 
-    ``slid`` are positions over ids of the tokens before ``positions``, ``[2, n]``.
+    ``evicted`` are positions over ids of the tokens before ``positions``, ``[2, n]``.
     """
 
     positions: Int32Array
     tokens: Int32Array
     rows: RowBytes
-    slid: Int32Array
+    evicted: Int32Array
     owners: tuple[int, ...]
 
 
@@ -223,7 +223,7 @@ class CellContent:
     tokens: Int32Array
     owners: Int64Array
     rows: RowBytes
-    slid: tuple[Int32Array, ...]
+    evicted: tuple[Int32Array, ...]
     checkpoints: tuple[WindowContent, ...] = ()
 
     @property
@@ -240,7 +240,7 @@ class CellContent:
         """Positions over ids of a sequence's tokens, those that slid out first."""
         cells = self.cells_of(seq)
         held = np.stack((self.positions[cells], self.tokens[cells]))
-        return np.concatenate((self.slid[seq], held), axis=1)
+        return np.concatenate((self.evicted[seq], held), axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,9 +294,9 @@ class CacheContent:
         return NO_TOKENS if held is None else np.stack((held.positions, held.tokens))
 
     @property
-    def has_slid(self) -> bool:
+    def has_evicted(self) -> bool:
         """Whether tokens have left a window."""
-        return any(slid.shape[1] > 0 for group in self.groups for slid in group.slid)
+        return any(evicted.shape[1] > 0 for group in self.groups for evicted in group.evicted)
 
     @property
     def n_bytes(self) -> int:
@@ -308,8 +308,8 @@ class CacheContent:
 def trimmed(content: CellContent, window: int) -> CellContent:
     """The same with no more cells than a window keeps: the others slid out."""
     gone = np.zeros(content.owners.shape[1], np.bool_)
-    slid = list(content.slid)
-    for number in range(len(slid)):
+    evicted = list(content.evicted)
+    for number in range(len(evicted)):
         cells = content.cells_of(number)
         at = content.positions[cells]
         n_older = int(np.count_nonzero(at <= int(at[-1]) - n_kept(window))) if len(at) else 0
@@ -317,7 +317,7 @@ def trimmed(content: CellContent, window: int) -> CellContent:
             older = cells[:n_older]
             gone |= (content.owners[1] == number) & np.isin(content.owners[0], older)
             pairs = np.stack((content.positions[older], content.tokens[older]))
-            slid[number] = np.concatenate((slid[number], pairs), axis=1)
+            evicted[number] = np.concatenate((evicted[number], pairs), axis=1)
     if not gone.any():
         return content
     owners = content.owners[:, ~gone]
@@ -328,5 +328,5 @@ def trimmed(content: CellContent, window: int) -> CellContent:
         tokens=content.tokens[left],
         owners=np.stack((numbers, owners[1])),
         rows=pick(content.rows, left),
-        slid=tuple(slid),
+        evicted=tuple(evicted),
     )

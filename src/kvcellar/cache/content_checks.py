@@ -50,9 +50,9 @@ def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
     n = len(group.positions)
     _check_rows(group.rows, spec, n)
     _check_owners(group.owners, n, n_seqs)
-    _require(len(group.slid) == n_seqs, "it does not say of each sequence what slid out")
-    for slid in group.slid:
-        _check_slid(slid)
+    _require(len(group.evicted) == n_seqs, "it does not say of each sequence what slid out")
+    for evicted in group.evicted:
+        _check_slid(evicted)
     for one in group.checkpoints:
         _check_window(one, spec, n_seqs)
     ends = [(owner, int(one.positions[-1])) for one in group.checkpoints for owner in one.owners]
@@ -64,7 +64,7 @@ def _check_window(one: WindowContent, spec: CacheSpec, n_seqs: int) -> None:
     _require(len(one.positions) > 0, "a checkpoint is empty")
     _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
     _check_rows(one.rows, spec, len(one.positions))
-    _check_slid(one.slid)
+    _check_slid(one.evicted)
     owners = set(one.owners)
     _require(len(owners) == len(one.owners) > 0, "the owners of a checkpoint repeat")
     _require(owners <= set(range(n_seqs)), "a checkpoint belongs to an unknown sequence")
@@ -79,10 +79,10 @@ def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
         _require(int(tokens.min()) >= -1, f"{what}: token {tokens.min()}")
 
 
-def _check_slid(slid: AnyArray) -> None:
-    _require(slid.ndim == 2 and len(slid) == 2, "what slid out is not positions over tokens")
-    _check_texts("what slid out", slid[0], slid[1])
-    _require(bool((np.diff(slid[0]) >= 0).all()), "positions of what slid out descend")
+def _check_slid(evicted: AnyArray) -> None:
+    _require(evicted.ndim == 2 and len(evicted) == 2, "what slid out is not positions over tokens")
+    _check_texts("what slid out", evicted[0], evicted[1])
+    _require(bool((np.diff(evicted[0]) >= 0).all()), "positions of what slid out descend")
 
 
 def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
@@ -163,13 +163,13 @@ def _check_agreement(content: CacheContent) -> None:
 
 def _check_text(group: CellContent, seq: int, start: int) -> int:
     """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
-    text, n_slid = group.text_of(seq), group.slid[seq].shape[1]
+    text, n_slid = group.text_of(seq), group.evicted[seq].shape[1]
     n = text.shape[1]
     _require(n_slid == 0 or (n_slid < n and bool(text[0][n_slid - 1] <= text[0][n_slid])), _BEHIND)
     _require(n == 0 or int(text[0][0]) >= start, "it begins too early")
     for one in group.checkpoints:
         if seq in one.owners:
-            kept = np.concatenate((one.slid, np.stack((one.positions, one.tokens))), axis=1)
+            kept = np.concatenate((one.evicted, np.stack((one.positions, one.tokens))), axis=1)
             begin = text[:, text[0] <= one.positions[-1]]
             is_same = np.array_equal(_in_order(kept), _in_order(begin))
             _require(is_same, f"a checkpoint of sequence {seq} is of another text")

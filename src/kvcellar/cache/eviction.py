@@ -50,7 +50,7 @@ _NONE = np.empty((2, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Slid:
+class EvictedTokens:
     """The tokens of one sequence that slid out, in the order of their positions; a value.
 
     ``pieces`` are positions over token ids, ``[2, n]`` each, none more than half as long as the
@@ -60,7 +60,7 @@ class Slid:
     pieces: tuple[Int32Array, ...] = ()
 
     @classmethod
-    def of(cls, positions: Positions, tokens: Int32Array) -> Slid:
+    def of(cls, positions: Positions, tokens: Int32Array) -> EvictedTokens:
         """These tokens, in the order of their positions."""
         order = np.argsort(positions, kind="stable")
         rows = np.stack((positions[order], tokens[order])).astype(np.int32)
@@ -81,49 +81,51 @@ class Slid:
         tokens: Int32Array = self._rows()[1]
         return tokens
 
-    def grown(self, positions: Int32Array, tokens: Int32Array) -> Slid:
+    def grown(self, positions: Int32Array, tokens: Int32Array) -> EvictedTokens:
         """These and tokens behind them, in the order of their positions."""
         new = np.stack((positions, tokens)).astype(np.int32)
         pieces = list(self.pieces)
         while pieces and pieces[-1].shape[1] < 2 * new.shape[1]:
             new = np.concatenate((pieces.pop(), new), axis=1)
-        return Slid((*pieces, new))
+        return EvictedTokens((*pieces, new))
 
-    def inside(self, lo: int, hi: int) -> Slid:
+    def inside(self, lo: int, hi: int) -> EvictedTokens:
         """Those whose positions lie in the range."""
         return self._where(within(self.positions, lo, hi))
 
-    def outside(self, lo: int, hi: int) -> Slid:
+    def outside(self, lo: int, hi: int) -> EvictedTokens:
         """Those whose positions do not lie in the range."""
         return self._where(~within(self.positions, lo, hi))
 
-    def joined(self, other: Slid) -> Slid:
+    def joined(self, other: EvictedTokens) -> EvictedTokens:
         """These and others, in the order of their positions."""
         at, tokens = np.concatenate((self._rows(), other._rows()), axis=1)
-        return Slid.of(at, tokens)
+        return EvictedTokens.of(at, tokens)
 
-    def moved(self, lo: int, hi: int, move: Move) -> Slid:
+    def moved(self, lo: int, hi: int, move: Move) -> EvictedTokens:
         """Those in the range moved; positions below 0 go. Itself if nothing moves."""
         old = self.positions.astype(np.int64)
         new = np.where(within(old, lo, hi), move(old), old)
         if bool((new == old).all()):
             return self
-        return Slid.of(new[new >= 0], self.tokens[new >= 0])
+        return EvictedTokens.of(new[new >= 0], self.tokens[new >= 0])
 
-    def _where(self, mask: BoolArray) -> Slid:
-        return self if bool(mask.all()) else Slid.of(self.positions[mask], self.tokens[mask])
+    def _where(self, mask: BoolArray) -> EvictedTokens:
+        return (
+            self if bool(mask.all()) else EvictedTokens.of(self.positions[mask], self.tokens[mask])
+        )
 
     def _rows(self) -> Int32Array:
         return np.concatenate((_NONE, *self.pieces), axis=1)
 
 
-def is_whole(slid: Positions, held: Positions, window: int) -> bool:
+def is_whole(evicted: Positions, held: Positions, window: int) -> bool:
     """Whether a sequence with these positions is whole, what slid out lying before what is held."""
-    if not len(slid):
+    if not len(evicted):
         return True
     if not len(held):
         return False
-    last = int(slid.max())
+    last = int(evicted.max())
     return last < int(held.min()) and last <= int(held.max()) + 1 - window
 
 
@@ -152,7 +154,7 @@ class SlidingPlacement:
 
     def __init__(
         self,
-        room: Room,
+        room: WindowEviction,
         spec: CacheSpec,
         micros: Sequence[MicroBatch],
         upkeep: Upkeep,
@@ -240,10 +242,10 @@ class SavedRoom(NamedTuple):
     """Who owned what, and what had slid out."""
 
     cells: SavedCells
-    slid: list[Slid]
+    evicted: list[EvictedTokens]
 
 
-class Room:
+class WindowEviction:
     """Finds cells for tokens, and knows what each sequence gave up for that.
 
     Attributes:
@@ -258,7 +260,7 @@ class Room:
         self.store = store
         rotated, others = stored_parts(store)
         self.parts = (*rotated, *others)
-        self.slid = [Slid() for _ in range(table.n_seq_max)]
+        self.evicted = [EvictedTokens() for _ in range(table.n_seq_max)]
         self._journal = journal
         self._n_kept = n_kept(window)
 
@@ -292,7 +294,7 @@ class Room:
         """How many tokens find room at once."""
         return self.table.n_free() + len(self._spare()) + len(self._left_behind())
 
-    def give_up(self, n: int) -> None:
+    def evict(self, n: int) -> None:
         """Let go of n cells that slid out, or of as many as there are."""
         self._give_up(self._left_behind()[:n])
 
@@ -326,12 +328,12 @@ class Room:
 
     def save(self) -> SavedRoom:
         """What :meth:`load` puts back."""
-        return SavedRoom(self.table.save(), list(self.slid))
+        return SavedRoom(self.table.save(), list(self.evicted))
 
     def load(self, saved: SavedRoom) -> None:
         """Let cells and sequences be as when they were saved."""
         self.table.load(saved.cells)
-        self.slid[:] = saved.slid
+        self.evicted[:] = saved.evicted
 
     def kept_rows(self) -> KeptRows:
         """Something to keep rows in, of the cells that are held now."""
@@ -388,5 +390,5 @@ class Room:
         numbers = numbers[np.argsort(table.positions[numbers], kind="stable")]
         if cell_count(cells):
             at, tokens = table.positions[numbers], table.tokens[numbers]
-            self.slid[seq] = self.slid[seq].grown(at, tokens)
+            self.evicted[seq] = self.evicted[seq].grown(at, tokens)
             table.disown(seq, cells)

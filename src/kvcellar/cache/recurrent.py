@@ -466,7 +466,7 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
             if bytes_lost is not None:
                 self.store.write(lost, bytes_lost)
 
-        states.give_up(lost.tolist())
+        states.evict(lost.tolist())
         taken = StatePlacement(micros, rows, states.absorb, forget)
         self._open = taken
         return taken

@@ -11,7 +11,7 @@ token: it would be computed with a hole that nobody notices.
 * ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
 * The last token of a sequence can always be removed and decoded again.
 * ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
-  :meth:`SlidingCache.seq_slid` tells what slid out. ``seq_pos_max`` is that of the whole sequence.
+  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole sequence.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
 positions, which ``seq_div`` makes, take cells beyond that.
@@ -33,11 +33,11 @@ from kvcellar.cache.attention import AttentionCache, PortsCells
 from kvcellar.cache.base import CheckpointBudget, Coupled
 from kvcellar.cache.content import CellContent, RowBytes, WindowContent, trimmed
 from kvcellar.cache.eviction import (
+    EvictedTokens,
     Move,
     Positions,
-    Room,
-    Slid,
     SlidingPlacement,
+    WindowEviction,
     closed,
     is_whole,
     n_kept,
@@ -55,16 +55,16 @@ from kvcellar.types import MAX_POSITION, ByteArray, CacheSpec, Int32Array, Int64
 class PortsWindows(PortsCells):
     """What a cache of a window needs for :mod:`kvcellar.cache.porting`."""
 
-    _room: Room
+    _room: WindowEviction
     _checkpoints: WindowCheckpoints
     _window: int
 
     def port_out(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> CellContent:
         """What sequences hold and held in a range of positions; nothing may be pending."""
         content = super().port_out(seq_ids, lo, hi, checkpoints)
-        slid = tuple(_pairs(self._room.slid[seq].inside(lo, hi)) for seq in seq_ids)
+        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
         kept = self._port_checkpoints(seq_ids) if checkpoints else ()
-        return replace(content, slid=slid, checkpoints=kept)
+        return replace(content, evicted=evicted, checkpoints=kept)
 
     def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound content into cells of empty sequences, and remember what slid out.
@@ -75,13 +75,13 @@ class PortsWindows(PortsCells):
         fitting = trimmed(content, self._window)
         for number in range(len(seq_ids)):
             held = fitting.positions[fitting.cells_of(number)]
-            if not is_whole(fitting.slid[number][0], held, self._window):
+            if not is_whole(fitting.evicted[number][0], held, self._window):
                 raise SnapshotFileError(f"a part of the window of sequence {number} is missing")
         self._fill(fitting, seq_ids, shift)
         for number, seq in enumerate(seq_ids):
             if len(fitting.cells_of(number)):
-                at, tokens = fitting.slid[number]
-                self._room.slid[seq] = Slid.of(at + np.int32(shift), tokens)
+                at, tokens = fitting.evicted[number]
+                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
         if shift == 0:  # rows of checkpoints stand at their positions
             for one in fitting.checkpoints:
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
@@ -102,20 +102,20 @@ class PortsWindows(PortsCells):
                 one.positions.copy(),
                 one.tokens.copy(),
                 self._by_layer([rows.copy() for rows in one.rows]),
-                _pairs(one.slid),
+                _pairs(one.evicted),
                 tuple(owners[serial]),
             )
             for serial, one in sorted(known.items())
         )
 
     def _port_in_checkpoint(self, one: WindowContent, seqs: Sequence[int]) -> None:
-        if not is_whole(one.slid[0], one.positions, self._window):
+        if not is_whole(one.evicted[0], one.positions, self._window):
             raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}
         # Copies: whoever made the content may change it, or the file that it lies in.
         rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
-        slid = Slid.of(*one.slid)
-        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, slid)
+        evicted = EvictedTokens.of(*one.evicted)
+        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
         self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
 
     def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
@@ -127,8 +127,8 @@ class PortsWindows(PortsCells):
         )
 
 
-def _pairs(slid: Slid) -> Int32Array:
-    return np.stack((slid.positions, slid.tokens))
+def _pairs(evicted: EvictedTokens) -> Int32Array:
+    return np.stack((evicted.positions, evicted.tokens))
 
 
 __all__ = ["SlidingCache", "sliding_size"]
@@ -161,7 +161,7 @@ class SlidingCache(PortsWindows, AttentionCache):
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
         self._window = windows[0]
-        self._room = Room(self.table, store, self._upkeep.journal, self._window)
+        self._room = WindowEviction(self.table, store, self._upkeep.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
         self._keeper = WindowKeeper(self._checkpoints, self._room, self._upkeep, self._window)
         self.watch(self._remember)
@@ -174,13 +174,13 @@ class SlidingCache(PortsWindows, AttentionCache):
             return MAX_POSITION
         return self._room.n_free()
 
-    def seq_slid(self, seq_id: int) -> Int32Array:
+    def seq_evicted(self, seq_id: int) -> Int32Array:
         """The ids of a sequence's tokens that slid out, in the order of their positions."""
-        return self._room.slid[self.table.checked(seq_id)].tokens
+        return self._room.evicted[self.table.checked(seq_id)].tokens
 
     def seq_slid_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
-        return self._room.slid[self.table.checked(seq_id)].positions
+        return self._room.evicted[self.table.checked(seq_id)].positions
 
     def checkpoints(self, seq_id: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to, ascending, beside those in its window."""
@@ -189,8 +189,8 @@ class SlidingCache(PortsWindows, AttentionCache):
     def check(self) -> None:
         """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
         super().check()
-        for seq, slid in enumerate(self._room.slid):
-            if not is_whole(slid.positions, self.seq_positions(seq), self._window):
+        for seq, evicted in enumerate(self._room.evicted):
+            if not is_whole(evicted.positions, self.seq_positions(seq), self._window):
                 raise InvariantError(f"sequence {seq} lacks a part of its window")
 
     # -- llama.cpp's verbs
@@ -228,11 +228,13 @@ class SlidingCache(PortsWindows, AttentionCache):
         a, b = self.table.checked(src), self.table.checked(dst)
         lo, hi = clamp_range(p0, p1)
         if a != b and lo < hi:
-            slid = self._room.slid[b].outside(lo, hi).joined(self._room.slid[a].inside(lo, hi))
+            evicted = (
+                self._room.evicted[b].outside(lo, hi).joined(self._room.evicted[a].inside(lo, hi))
+            )
             mine, theirs = self.seq_positions(b), self.seq_positions(a)
             held = np.concatenate((mine[~within(mine, lo, hi)], theirs[within(theirs, lo, hi)]))
-            self._require_whole("seq_cp", b, slid, held)
-            self._room.slid[b] = slid
+            self._require_whole("seq_cp", b, evicted, held)
+            self._room.evicted[b] = evicted
             self._checkpoints.share(a, b, lo, hi)
         self.table.seq_cp(a, b, lo, hi)
 
@@ -250,16 +252,16 @@ class SlidingCache(PortsWindows, AttentionCache):
                 copies of shared cells take free cells only.
         """
         lo, hi = clamp_range(p0, p1)
-        slid = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
+        evicted = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
         super().seq_add(seq_id, p0, p1, delta)
-        self._take_over(seq_id, slid)
+        self._take_over(seq_id, evicted)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range, those of what slid out too; as :meth:`seq_add`."""
         lo, hi = clamp_range(p0, p1)
-        slid = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
+        evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
         super().seq_div(seq_id, p0, p1, d)
-        self._take_over(seq_id, slid)
+        self._take_over(seq_id, evicted)
 
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
@@ -303,7 +305,7 @@ class SlidingCache(PortsWindows, AttentionCache):
         saved = self._room.save()
         try:
             if 0 < size < self.used and not self.in_transaction:
-                self._room.give_up(self.used - size)
+                self._room.evict(self.used - size)
             super().resize(size)
         except BaseException:
             self._room.load(saved)
@@ -335,35 +337,35 @@ class SlidingCache(PortsWindows, AttentionCache):
 
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
-        slid, held = self._room.slid[seq].positions, self.seq_positions(seq)
+        evicted, held = self._room.evicted[seq].positions, self.seq_positions(seq)
         shift = hi - lo if len(held) and hi <= int(held[-1]) else 0
-        return is_whole(closed(slid, lo, hi, shift), closed(held, lo, hi, shift), self._window)
+        return is_whole(closed(evicted, lo, hi, shift), closed(held, lo, hi, shift), self._window)
 
     def _remove(self, seq_id: int, lo: int, hi: int) -> None:
         self.table.seq_rm(seq_id, lo, hi)
         for seq in range(self.table.n_seq_max) if seq_id == -1 else [seq_id]:
-            self._room.slid[seq] = self._room.slid[seq].outside(lo, hi)
+            self._room.evicted[seq] = self._room.evicted[seq].outside(lo, hi)
             self._checkpoints.cut(seq, lo)
 
-    def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> Slid | None:
+    def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
         """What slid out of a sequence, moved; None if nothing moves at all."""
         self._require_idle()
         seq = self.table.checked(seq_id)
-        slid, held = self._room.slid[seq], self.seq_positions(seq).astype(np.int64)
+        evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
         new = np.where(within(held, lo, hi), move(held), held)
-        moved = slid.moved(lo, hi, move)
-        if moved is slid and bool((new == held).all()):
+        moved = evicted.moved(lo, hi, move)
+        if moved is evicted and bool((new == held).all()):
             return None
         self._require_whole(verb, seq, moved, new[new >= 0])
         return moved
 
-    def _take_over(self, seq_id: int, slid: Slid | None) -> None:
-        if slid is not None:
-            self._room.slid[seq_id] = slid
+    def _take_over(self, seq_id: int, evicted: EvictedTokens | None) -> None:
+        if evicted is not None:
+            self._room.evicted[seq_id] = evicted
             self._checkpoints.cut(seq_id, 0)
 
-    def _require_whole(self, verb: str, seq: int, slid: Slid, held: Positions) -> None:
-        if not is_whole(slid.positions, held, self._window):
+    def _require_whole(self, verb: str, seq: int, evicted: EvictedTokens, held: Positions) -> None:
+        if not is_whole(evicted.positions, held, self._window):
             end = int(held.max()) + 1 if len(held) else 0
             raise CacheError(
                 f"{verb} would leave sequence {seq} to go on at {end} without the {self._window} "
@@ -372,14 +374,14 @@ class SlidingCache(PortsWindows, AttentionCache):
 
     def _forget(self, *seqs: int) -> None:
         for seq in seqs:
-            self._room.slid[seq] = Slid()
+            self._room.evicted[seq] = EvictedTokens()
             self._checkpoints.cut(seq, 0)
 
     def _remember(self) -> Undo:
-        slid, checkpoints = list(self._room.slid), self._checkpoints.save()
+        evicted, checkpoints = list(self._room.evicted), self._checkpoints.save()
 
         def undo() -> None:
-            self._room.slid[:] = slid
+            self._room.evicted[:] = evicted
             self._checkpoints.load(checkpoints)
 
         return undo

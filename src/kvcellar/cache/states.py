@@ -251,7 +251,7 @@ class StateTable:
         self._shrink()
         return True
 
-    def give_up(self, rows: Sequence[int]) -> None:
+    def evict(self, rows: Sequence[int]) -> None:
         """Drop the checkpoints in these rows."""
         if rows:
             self._change(lambda held: held.dropping(rows))
@@ -267,7 +267,7 @@ class StateTable:
     def _shrink(self) -> None:
         serials = self._serials()
         oldest = sorted(serials, key=lambda row: serials[row])
-        self.give_up(oldest[: max(0, len(oldest) - self.limit)])
+        self.evict(oldest[: max(0, len(oldest) - self.limit)])
 
     def _change(self, change: Callable[[SequenceState], SequenceState]) -> None:
         """Change what is held of every sequence; those that share it share it still."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvcellar.batch import MicroBatch
 from kvcellar.cache.base import CheckpointBudget
-from kvcellar.cache.eviction import Room, Slid, is_whole
+from kvcellar.cache.eviction import EvictedTokens, WindowEviction, is_whole
 from kvcellar.cache.rows import Upkeep
 from kvcellar.cache.transaction import KeptRows
 from kvcellar.cellsets import pack_owners, unpack_owners
@@ -36,7 +36,7 @@ class WindowCheckpoint:
     positions: Int32Array  # ascending, at least one
     tokens: Int32Array
     rows: tuple[ByteArray, ...]  # of each layer and part, as stored
-    slid: Slid
+    evicted: EvictedTokens
     serial: int  # the later it was made, the larger
 
     @property
@@ -52,7 +52,7 @@ class WindowCheckpoint:
     def reaches(self, p0: int, window: int) -> bool:
         """Whether a sequence can be decoded from p0 on with what this holds before it."""
         held = self.positions[self.positions < p0]
-        return p0 <= self.end and len(held) > 0 and is_whole(self.slid.positions, held, window)
+        return p0 <= self.end and len(held) > 0 and is_whole(self.evicted.positions, held, window)
 
 
 class WindowCheckpoints:
@@ -78,10 +78,10 @@ class WindowCheckpoints:
         positions: Int32Array,
         tokens: Int32Array,
         rows: tuple[ByteArray, ...],
-        slid: Slid,
+        evicted: EvictedTokens,
     ) -> bool:
         """Keep one more, in place of one with the same end; False if it alone is too large."""
-        new = WindowCheckpoint(positions, tokens, rows, slid, self._made)
+        new = WindowCheckpoint(positions, tokens, rows, evicted, self._made)
         if not self.wanted or new.n_bytes > self.budget.max_bytes:
             return False
         self._made += 1
@@ -147,7 +147,7 @@ class WindowKeeper:
     """
 
     def __init__(
-        self, checkpoints: WindowCheckpoints, room: Room, upkeep: Upkeep, window: int
+        self, checkpoints: WindowCheckpoints, room: WindowEviction, upkeep: Upkeep, window: int
     ) -> None:
         self._checkpoints = checkpoints
         self._room = room
@@ -163,11 +163,11 @@ class WindowKeeper:
         at = table.positions[cells]
         n_older = int(np.count_nonzero(at <= int(at[-1]) - self._window))
         older, last = cells[:n_older], cells[n_older:]
-        slid = self._room.slid[seq]
+        evicted = self._room.evicted[seq]
         if n_older:
-            slid = slid.grown(at[:n_older], table.tokens[older])
+            evicted = evicted.grown(at[:n_older], table.tokens[older])
         rows = tuple(store.read_raw(i, part, last) for i, part in self._room.parts)
-        return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, slid)
+        return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, evicted)
 
     def committed(self, micros: Sequence[MicroBatch]) -> None:
         """A batch was decoded: keep the ends of sequences of which it had several tokens."""
@@ -192,7 +192,7 @@ class WindowKeeper:
             if isinstance(error, CacheFull):
                 return False
             raise
-        self._room.slid[seq] = checkpoint.slid
+        self._room.evicted[seq] = checkpoint.evicted
         self._upkeep.mark_held()
         return True
 

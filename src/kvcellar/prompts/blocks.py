@@ -171,7 +171,7 @@ class Blocks:
         same = tokens_of(content) in (None, self._tokens_of(i))
         if content.n_seqs != 1 or content.start != i * self._size or not same:
             raise SnapshotFileError("the block holds another text than its key says")
-        if content.has_slid and self._is_complete:
+        if content.has_evicted and self._is_complete:
             raise SnapshotFileError("the block lacks rows that it should have")
         return content
 

@@ -260,14 +260,16 @@ def _part(
 
 def _can_cut(content: CacheContent) -> bool:
     windows = any(group.checkpoints for group in content.groups)
-    return content.states is None and not content.has_slid and not windows
+    return content.states is None and not content.has_evicted and not windows
 
 
 def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
     content = snapshot.content
     lists = [group.tokens for group in content.groups]
     lists += [one.tokens for group in content.groups for one in group.checkpoints]
-    lists += [slid[1] for group in content.groups for slid in group.slid if slid.ndim == 2]
+    lists += [
+        evicted[1] for group in content.groups for evicted in group.evicted if evicted.ndim == 2
+    ]
     if content.states is not None:
         lists += [held.tokens for held in content.states.held if held is not None]
     for tokens in lists:

@@ -118,14 +118,14 @@ def _of_group(
     yield f"{name}.tokens", group.tokens
     yield f"{name}.owners", group.owners
     yield from _of_rows(name, group.rows, kinds)
-    for i, slid in enumerate(group.slid):
-        if slid.shape[1]:
-            yield f"{name}.slid.{i}", slid
+    for i, evicted in enumerate(group.evicted):
+        if evicted.shape[1]:
+            yield f"{name}.slid.{i}", evicted
     for i, one in enumerate(group.checkpoints):
         at = f"{name}.checkpoint.{i}"
         yield f"{at}.positions", one.positions
         yield f"{at}.tokens", one.tokens
-        yield f"{at}.slid", one.slid
+        yield f"{at}.slid", one.evicted
         yield from _of_rows(at, one.rows, kinds)
 
 
@@ -138,7 +138,7 @@ def _to_group(
         tokens=arrays[f"{name}.tokens"],
         owners=arrays[f"{name}.owners"],
         rows=_to_rows(name, arrays, n_layers),
-        slid=tuple(arrays.get(f"{name}.slid.{i}", none) for i in range(n_seqs)),
+        evicted=tuple(arrays.get(f"{name}.slid.{i}", none) for i in range(n_seqs)),
         checkpoints=tuple(
             WindowContent(
                 arrays[f"{name}.checkpoint.{i}.positions"],

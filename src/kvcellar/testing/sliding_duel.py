@@ -242,23 +242,23 @@ class SlidingDuel:
 
     def state(self) -> tuple[object, ...]:
         """All that a failed operation must leave as it was."""
-        slid = [
-            (self.cache.seq_slid(s).tolist(), self.cache.seq_slid_positions(s).tolist())
+        evicted = [
+            (self.cache.seq_evicted(s).tolist(), self.cache.seq_slid_positions(s).tolist())
             for s in range(N_SEQ)
         ]
-        return (*snapshot(self.cache, only_used=True), slid)
+        return (*snapshot(self.cache, only_used=True), evicted)
 
     def check(self) -> None:
         """Every sequence is what it should be, held or slid out, and can be decoded on."""
         self.cache.check()
         table = self.cache.table
         for seq, text in enumerate(self.texts.texts):
-            held, slid = self.cache.seq_positions(seq), self.cache.seq_slid_positions(seq)
-            assert [*slid, *held] == [entry.pos for entry in text]
-            tokens = [*self.cache.seq_slid(seq), *self.cache.seq_tokens(seq)]
+            held, evicted = self.cache.seq_positions(seq), self.cache.seq_slid_positions(seq)
+            assert [*evicted, *held] == [entry.pos for entry in text]
+            tokens = [*self.cache.seq_evicted(seq), *self.cache.seq_tokens(seq)]
             assert tokens == [entry.token for entry in text]
             assert self.cache.seq_pos_max(seq) == self.texts.end(seq) - 1
-            kept = text[len(slid) :]
+            kept = text[len(evicted) :]
             assert self.texts.is_enough(text, kept)
             cells = table.cells_of(seq)
             assert self.store.content[cells].tolist() == [entry.content for entry in kept]

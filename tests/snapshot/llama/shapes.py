@@ -90,8 +90,8 @@ def content_of(
     groups = []
     for group in spec.groups:
         rows = _rows(group, len(positions), rng)
-        slid = (NO_TOKENS,) * len(n_own)
-        cells = CellContent(positions, tokens, owners, rows, slid)
+        evicted = (NO_TOKENS,) * len(n_own)
+        cells = CellContent(positions, tokens, owners, rows, evicted)
         groups.append(trimmed(cells, group.window) if group.window else cells)
     if spec.states is None:
         return CacheContent(len(n_own), tuple(groups))

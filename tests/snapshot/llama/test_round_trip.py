@@ -74,10 +74,10 @@ def assert_same_cells(got: CellContent, wanted: CellContent) -> None:
     assert {tuple(pair) for pair in got.owners.T.tolist()} == pairs
     known = np.isin(np.arange(len(got.positions)), got.owners[0][got.owners[1] == 0])
     np.testing.assert_array_equal(got.tokens, np.where(known, wanted.tokens, -1))
-    for seq, (slid, other) in enumerate(zip(got.slid, wanted.slid, strict=True)):
-        np.testing.assert_array_equal(slid[0], other[0])
+    for seq, (evicted, other) in enumerate(zip(got.evicted, wanted.evicted, strict=True)):
+        np.testing.assert_array_equal(evicted[0], other[0])
         unknown = np.full(other.shape[1], -1, np.int32)
-        np.testing.assert_array_equal(slid[1], other[1] if seq == 0 else unknown)
+        np.testing.assert_array_equal(evicted[1], other[1] if seq == 0 else unknown)
 
 
 @pytest.mark.parametrize(("name", "generation"), CASES)

@@ -238,9 +238,9 @@ class Merged:
             all_k = self._rows(k, spec.type_k.row_bytes(layer.n_embd_k))
             rows[0].append(latent_last(all_k, spec.type_k, layer))
             rows[1].append(self._rows(v, spec.type_v.row_bytes(layer.n_embd_v)))
-        slid = (NO_TOKENS,) * n_seqs
+        evicted = (NO_TOKENS,) * n_seqs
         return CellContent(
-            self.positions, tokens, self.owners, RowBytes(tuple(rows[0]), tuple(rows[1])), slid
+            self.positions, tokens, self.owners, RowBytes(tuple(rows[0]), tuple(rows[1])), evicted
         )
 
     def _rows(self, blocks: Sequence[Block], row_bytes: int) -> ByteArray:
@@ -285,14 +285,14 @@ def in_window(
         hint = f"of layers with a window the file has the last tokens only; {remedy}"
         raise SnapshotMismatch("window", "slid", "kept in full", hint)
     group = trimmed(group, spec.window)
-    slid = []
+    evicted = []
     for seq, text in enumerate(texts):
         mine = group.positions[group.cells_of(seq)]
         gone = text[: len(text) - len(mine)]
         if not np.array_equal(text[len(gone) :], mine):
             raise SnapshotFileError(f"llama.cpp's file: sequence {seq} lacks a part of its window")
-        slid.append(np.stack((gone, tokens.at(seq, gone))))
-    return replace(group, slid=tuple(slid))
+        evicted.append(np.stack((gone, tokens.at(seq, gone))))
+    return replace(group, evicted=tuple(evicted))
 
 
 Texts: TypeAlias = "tuple[Int32Array, ...]"
