@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
-from kvcellar.runtime.cached_text import CachedText, Gap, Waiting
+from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
 from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import make, put, snapshot
@@ -105,7 +105,7 @@ class Texts(RuleBasedStateMachine):
     def shift(self, which: int, keep: int, discard: int | None) -> None:
         text, plain = self.texts[which], self.plain[which]
         try:
-            start, stop = text.shift_span(ContextShift(keep, discard), Waiting())
+            start, stop = text.shift_span(ContextShift(keep, discard), PendingTokens())
         except OptionError:
             keep = min(keep, len(plain.text) - 2)
             behind = {at for _, at in plain.text[max(keep, 0) :]}
@@ -129,9 +129,9 @@ class Texts(RuleBasedStateMachine):
         n_left = data.draw(st.integers(0, len(plain.text) - 1))
         first = plain.text[n_left][1]
         again = [token for token, at in plain.text[:n_left] if at == first]
-        waiting = text.go_back(n_left)
-        assert waiting.tokens == again
-        assert waiting.positions(text.end) == list(range(first, first + len(again)))
+        pending = text.go_back(n_left)
+        assert pending.tokens == again
+        assert pending.positions(text.end) == list(range(first, first + len(again)))
         plain.text = plain.text[: n_left - len(again)]
         plain.grouped_end = min(plain.grouped_end, first)
 
@@ -277,8 +277,8 @@ def test_room_is_free_cells_and_positions(
     n_tokens: int, n_max: int, span: tuple[int, int] | None
 ) -> None:
     text, _ = filled(8)
-    waiting = Waiting(range(n_tokens))
-    assert text.span_to_discard(waiting, n_max, ContextShift(2)) == span
+    pending = PendingTokens(range(n_tokens))
+    assert text.span_to_discard(pending, n_max, ContextShift(2)) == span
 
 
 def test_a_shift_that_would_free_nothing_is_refused() -> None:
@@ -286,5 +286,5 @@ def test_a_shift_that_would_free_nothing_is_refused() -> None:
     cache.seq_cp(0, 1)
     before = snapshot(cache)
     with pytest.raises(CacheFull, match="would free none"):
-        text.span_to_discard(Waiting([1]), 99, ContextShift(2))
+        text.span_to_discard(PendingTokens([1]), 99, ContextShift(2))
     assert snapshot(cache) == before

@@ -46,11 +46,11 @@ def test_a_missing_file(plain: Context, tmp_path: Path) -> None:
     none = tmp_path / "none"
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load(none))
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load_all(none))
-    waiting = plain.sequence([1, 2])
-    waiting.push(3)
+    pending = plain.sequence([1, 2])
+    pending.push(3)
     with pytest.raises(SnapshotFileError):
-        waiting.load(none)
-    assert plain.cache.seq_count(waiting.seq_id) == 2  # what waits still does
+        pending.load(none)
+    assert plain.cache.seq_count(pending.seq_id) == 2  # what waits still does
 
 
 MISMATCHES: list[tuple[str, dict[str, Any], str]] = [

@@ -51,7 +51,7 @@ def n_fresh(sequence: Sequence) -> int:
 def check(sequence: Sequence, tainted: int | None) -> None:
     assert sequence.tainted == tainted
     if len(sequence):
-        sequence.compute_waiting()
+        sequence.compute_pending()
         assert n_fresh(sequence) == (len(sequence) if tainted is None else tainted)
 
 
@@ -206,7 +206,7 @@ def test_it_is_never_too_late(plain: Context, edits: list[tuple[str, int, int]])
                 start = min(a, size)
                 sequence.remove(start, min(start + b, size), gap=edit)  # type: ignore[arg-type]
         if len(sequence):
-            sequence.compute_waiting()
+            sequence.compute_pending()
             known = len(sequence) if sequence.tainted is None else sequence.tainted
             assert known <= n_fresh(sequence)
     finally:

@@ -45,13 +45,13 @@ def read_tokens(
     if not ids:
         raise BatchError("the prompt is empty")
     cache = sequence.context.cache
-    waiting = len(sequence) - cache.seq_count(sequence.seq_id)
-    needed, free = len(ids) + waiting, cache.n_free()
+    pending = len(sequence) - cache.seq_count(sequence.seq_id)
+    needed, free = len(ids) + pending, cache.n_free()
     if needed > free:
         raise CacheFull(needed, free, "use a larger --n-ctx or a shorter prompt")
     if prompts is not None:
         return _read_through(prompts, sequence, ids, interrupt)
-    ends = range(n_ubatch - waiting, len(ids) + n_ubatch, n_ubatch) if n_ubatch > waiting else ()
+    ends = range(n_ubatch - pending, len(ids) + n_ubatch, n_ubatch) if n_ubatch > pending else ()
     with _progress("reading the prompt", len(ids)) as advance:
         done = 0
         for end in (*ends, len(ids)):

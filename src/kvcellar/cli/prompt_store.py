@@ -94,9 +94,9 @@ def _keep(prompts: PromptCache | None, sequence: Text) -> None:
     """What only waits to be computed is dropped: there may be no room for it."""
     if prompts is None:
         return
-    n_waiting = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
-    if n_waiting > 0:
-        sequence.trim(n_waiting)
+    n_pending = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
+    if n_pending > 0:
+        sequence.trim(n_pending)
     if len(sequence):
         prompts.store(sequence)
 

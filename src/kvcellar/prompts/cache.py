@@ -240,7 +240,7 @@ class PromptCache:
             StoreError: the store cannot be written.
         """
         with sequence.context.exclusive(), Spool() as taken:
-            sequence.compute_waiting()
+            sequence.compute_pending()
             text = self._known(sequence, [])
             n = len(text.keys)
             if not is_plain(sequence.context.cache):

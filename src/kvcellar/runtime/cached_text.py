@@ -36,7 +36,7 @@ from kvcellar.runtime.options import ContextShift, check_range
 from kvcellar.types import MAX_POSITION, Int32Array
 
 
-class Waiting:
+class PendingTokens:
     """Tokens to compute, in order; the first ``len(places)`` of them stood somewhere before."""
 
     def __init__(self, tokens: Iterable[int] = (), places: Iterable[int] = ()) -> None:
@@ -62,18 +62,18 @@ class Waiting:
         """The position behind the last one, if the text before them ends before ``start``."""
         return (self.positions(start) or [start - 1])[-1] + 1
 
-    def then(self, tokens: Iterable[int]) -> Waiting:
+    def appended(self, tokens: Iterable[int]) -> PendingTokens:
         """These, followed by new ones."""
-        return Waiting([*self.tokens, *tokens], self.places)
+        return PendingTokens([*self.tokens, *tokens], self.places)
 
-    def after(self, again: Waiting) -> Waiting:
+    def prepended(self, again: PendingTokens) -> PendingTokens:
         """These, behind others that were all computed before."""
-        return Waiting([*again.tokens, *self.tokens], [*again.places, *self.places])
+        return PendingTokens([*again.tokens, *self.tokens], [*again.places, *self.places])
 
-    def without(self, start: int, stop: int, gap: int = 0) -> Waiting:
+    def removed(self, start: int, stop: int, gap: int = 0) -> PendingTokens:
         """These without ``[start, stop)``; what stood behind moves up by ``gap`` positions."""
         places = [*self.places[:start], *(place - gap for place in self.places[stop:])]
-        return Waiting([*self.tokens[:start], *self.tokens[stop:]], places)
+        return PendingTokens([*self.tokens[:start], *self.tokens[stop:]], places)
 
 
 def n_freed(cache: AttentionCache, cells: Cells) -> int:
@@ -144,7 +144,7 @@ class CachedText:
         self.cache.seq_cp(self.seq_id, other.seq_id, -1, -1)
         other.grouped, other.grouped_end = self.grouped, self.grouped_end
 
-    def go_back(self, n_left: int) -> Waiting:
+    def go_back(self, n_left: int) -> PendingTokens:
         """Drop all tokens but the first ``n_left``; returns those of them that had to go too.
 
         Tokens that share a position go together; and a cache may only be able to go further back.
@@ -157,7 +157,7 @@ class CachedText:
         with self.cache.transaction():
             return self._go_back(n_left)
 
-    def _go_back(self, n_left: int) -> Waiting:
+    def _go_back(self, n_left: int) -> PendingTokens:
         tokens, at = self.tokens, self.positions
         self.cache.rewind(self.seq_id, int(at[n_left]))
         n_kept = len(self)
@@ -169,9 +169,9 @@ class CachedText:
             )
         self.grouped = self.grouped[:n_kept]
         self.grouped_end = min(self.grouped_end, int(at[n_kept]))
-        return Waiting(again, at[n_kept:n_left].tolist())
+        return PendingTokens(again, at[n_kept:n_left].tolist())
 
-    def remove(self, start: int, stop: int, gap: Gap) -> Waiting:
+    def remove(self, start: int, stop: int, gap: Gap) -> PendingTokens:
         """Remove tokens ``[start, stop)``, at least one; returns what has to be computed again.
 
         Raises:
@@ -190,11 +190,11 @@ class CachedText:
             if closed:
                 self.grouped_end = max(min(self.grouped_end, p0), self.grouped_end - closed)
             self.grouped = self.grouped[:start] + self.grouped[stop:]
-            return Waiting()
+            return PendingTokens()
         if -1 in tokens[stop:]:
             raise NotSupported("what follows was decoded from embeddings: decode it anew")
         again = self.go_back(start)
-        return Waiting(tokens[stop:], (at[stop:] - closed).tolist()).after(again)
+        return PendingTokens(tokens[stop:], (at[stop:] - closed).tolist()).prepended(again)
 
     def _remove_in_place(self, p0: int, p1: int, closed: int) -> bool:
         """Remove positions and close the gap; False if the cache cannot."""
@@ -216,14 +216,14 @@ class CachedText:
             cache.seq_add(seq_id, p1, -1, -closed)
         return True
 
-    def shift_span(self, shift: ContextShift, waiting: Waiting) -> tuple[int, int]:
+    def shift_span(self, shift: ContextShift, pending: PendingTokens) -> tuple[int, int]:
         """Which tokens a context shift discards; those computed before count as computed."""
-        again = waiting.positions(self.end)[: len(waiting.places)]
+        again = pending.positions(self.end)[: len(pending.places)]
         at = np.concatenate((self.positions, again)).astype(np.int32)
         return shift.span(at, self.cache.spec.size)
 
     def span_to_discard(
-        self, waiting: Waiting, n_max: int, shift: ContextShift
+        self, pending: PendingTokens, n_max: int, shift: ContextShift
     ) -> tuple[int, int] | None:
         """What to discard for what waits to fit, at positions below n_max; None: it fits.
 
@@ -232,15 +232,15 @@ class CachedText:
         Raises:
             CacheFull: it would free no cell.
         """
-        n_waiting, free = len(waiting), self.cache.n_free()
-        if n_waiting == 0 or len(self) + len(waiting.places) < 2:
+        n_pending, free = len(pending), self.cache.n_free()
+        if n_pending == 0 or len(self) + len(pending.places) < 2:
             return None
-        if n_waiting <= free and waiting.end(self.end) <= n_max:
+        if n_pending <= free and pending.end(self.end) <= n_max:
             return None
-        start, stop = self.shift_span(shift, waiting)
-        if n_waiting > free and not self._makes_room(start, stop):
+        start, stop = self.shift_span(shift, pending)
+        if n_pending > free and not self._makes_room(start, stop):
             hint = "a context shift would free none: other sequences or a transaction keep them"
-            raise CacheFull(n_waiting, free, hint)
+            raise CacheFull(n_pending, free, hint)
         return start, stop
 
     def _makes_room(self, start: int, stop: int) -> bool:

@@ -104,7 +104,7 @@ def _take(
 ) -> LlamaFile:
     """What sequences hold, as a file."""
     for text in texts:
-        text.compute_waiting()
+        text.compute_pending()
     seq_ids = tuple(text.seq_id for text in texts)
     content = state_get(context.cache, seq_ids, checkpoints=False)
     target = Target(kind, generation, seq_ids, v_trans)

@@ -63,7 +63,7 @@ def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions)
     if any(text.context is not context for text in texts):
         raise OptionError("sequences: one of them belongs to another context")
     for text in texts:
-        text.compute_waiting()
+        text.compute_pending()
     ids = [text.seq_id for text in texts]
     content = state_get(context.cache, ids, checkpoints=options.checkpoints)
     saved = tuple(text.saved_text() for text in texts)
@@ -82,7 +82,7 @@ def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) ->
     start = check_range("start", start, 0, stop)
     if (start, stop) == (0, size):
         return take_snapshot(context, [text], options)
-    text.compute_waiting()
+    text.compute_pending()
     p0, p1 = check_cuts(text.positions, start, stop)
     first, last = (p0 if start else 0, p1) if start < stop else (0, 0)
     content = state_get(context.cache, [text.seq_id], first, last, checkpoints=options.checkpoints)
@@ -202,7 +202,7 @@ def put_into(
         first = min(content.span(seq)[0] for seq in range(content.n_seqs))
         shift = where - max(first, 0)
     for text in texts:
-        text.compute_waiting()
+        text.compute_pending()
     before = {text.seq_id: text.tokens for text in texts}
     with context.cache.transaction():
         state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)

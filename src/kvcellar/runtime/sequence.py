@@ -28,7 +28,7 @@ from kvcellar.cache.base import Cache
 from kvcellar.cache.hybrid import has_states
 from kvcellar.cache.transaction import Undo
 from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
-from kvcellar.runtime.cached_text import CachedText, Gap, Waiting
+from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
 from kvcellar.runtime.saving import load_into, save_part
@@ -81,7 +81,7 @@ class EditableText:
         self.seq_id = seq_id
         self.turn = turn
         self._cached = CachedText(cache, seq_id)
-        self._waiting = Waiting()
+        self._pending = PendingTokens()
         self._logits: Float32Array | None = None
         self._logits_end = 0  # where the text ended that they follow
         self._tainted: int | None = None  # see SavedText
@@ -94,21 +94,21 @@ class EditableText:
     def tokens(self) -> list[int]:
         """All token ids, in order."""
         self._check_open()
-        return [*self._cached.tokens, *self._waiting.tokens]
+        return [*self._cached.tokens, *self._pending.tokens]
 
     @property
     @in_turn
     def positions(self) -> Int32Array:
         """Where each of ``tokens`` stands; those not computed yet: where they will."""
         self._check_open()
-        rest = self._waiting.positions(self._cached.end)
+        rest = self._pending.positions(self._cached.end)
         return np.concatenate((self._cached.positions, rest)).astype(np.int32)
 
     @in_turn
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
-        return len(self._cached) + len(self._waiting)
+        return len(self._cached) + len(self._pending)
 
     @property
     def tainted(self) -> int | None:
@@ -132,10 +132,10 @@ class EditableText:
             return self
         n_left, n_held = size - n_tokens, len(self._cached)
         if n_left < n_held:
-            self._waiting = self._cached.go_back(n_left)
+            self._pending = self._cached.go_back(n_left)
             self._logits = None
         else:
-            self._waiting = self._waiting.without(n_left - n_held, size - n_held)
+            self._pending = self._pending.removed(n_left - n_held, size - n_held)
         self._reconsider()
         return self
 
@@ -168,14 +168,14 @@ class EditableText:
         n_held, at = len(self._cached), self.positions
         closed = int(at[stop] - at[start]) if gap == "close" and stop < len(at) else 0
         first, last = max(0, start - n_held), max(0, stop - n_held)
-        waiting = self._waiting.without(first, last, closed)
+        pending = self._pending.removed(first, last, closed)
         if start < min(stop, n_held):
             again = self._cached.remove(start, min(stop, n_held), gap)
-            waiting = waiting.after(again)
+            pending = pending.prepended(again)
             self._logits = None
             if not again and stop < n_held:
                 self._taint(start)
-        self._waiting = waiting
+        self._pending = pending
         self._reconsider()
         if start < min(stop, len(self)) and self.positions[start] == at[stop]:
             self._taint(start)  # there is a gap before it
@@ -193,7 +193,7 @@ class EditableText:
             CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
         """
         self._check_open()
-        start, stop = self._cached.shift_span(ContextShift(keep, discard), self._waiting)
+        start, stop = self._cached.shift_span(ContextShift(keep, discard), self._pending)
         self.remove(start, stop)
         return stop - start
 
@@ -215,14 +215,14 @@ class EditableText:
         self._cached.self_extend(group, width)
         if (moved := np.flatnonzero(before != self._cached.positions)).size:
             self._taint(int(moved[0]))
-        self._waiting = Waiting(self._waiting.tokens)  # they follow on from where it ends now
+        self._pending = PendingTokens(self._pending.tokens)  # they follow on from where it ends now
         return self
 
     @in_turn
     def push(self, token: int) -> None:
         """Add one token without computing it yet."""
         self._check_open()
-        self._waiting = self._waiting.then([token])
+        self._pending = self._pending.appended([token])
 
     @in_turn
     def make_room(self, shift: ContextShift) -> None:
@@ -232,7 +232,7 @@ class EditableText:
             CacheFull: a shift would free no cell, because others share them.
         """
         n_max = min(self._cached.cache.spec.size, self._n_ctx_train)
-        while span := self._cached.span_to_discard(self._waiting, n_max, shift):
+        while span := self._cached.span_to_discard(self._pending, n_max, shift):
             self.remove(*span)
 
     def _taint(self, token: int) -> None:
@@ -281,8 +281,8 @@ class Sequence(EditableText):
             OptionError: the sequence is empty.
         """
         self._check_open()
-        if self._waiting:
-            self._compute(self._waiting)
+        if self._pending:
+            self._compute(self._pending)
         self._forget_old_logits()
         if self._logits is None:
             self._compute_last_again()
@@ -302,7 +302,7 @@ class Sequence(EditableText):
             CacheFull: not enough free cells; nothing has changed.
         """
         self._check_open()
-        self._compute(self._waiting.then(self.to_ids(prompt)))
+        self._compute(self._pending.appended(self.to_ids(prompt)))
         return self
 
     @in_turn
@@ -319,7 +319,7 @@ class Sequence(EditableText):
         except BaseException:
             child.close()
             raise
-        child._waiting = self._waiting  # noqa: SLF001  (of the same class)
+        child._pending = self._pending  # noqa: SLF001  (of the same class)
         child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
         child._tainted = self._tainted  # noqa: SLF001
         child.rounded = self.rounded
@@ -438,11 +438,11 @@ class Sequence(EditableText):
     # -- what saving and loading need
 
     @in_turn
-    def compute_waiting(self) -> None:
+    def compute_pending(self) -> None:
         """Compute what waits, if anything does."""
         self._check_open()
-        if self._waiting:
-            self._compute(self._waiting)
+        if self._pending:
+            self._compute(self._pending)
 
     @in_turn
     def saved_text(self) -> SavedText:
@@ -488,17 +488,17 @@ class Sequence(EditableText):
             raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
         return list(prompt)
 
-    def _compute(self, waiting: Waiting) -> None:
-        positions = waiting.positions(self._cached.end) if waiting.places else None
-        before, n_held = (self._waiting, self._logits), len(self._cached)
-        self._waiting, self._logits = Waiting(), None
+    def _compute(self, pending: PendingTokens) -> None:
+        positions = pending.positions(self._cached.end) if pending.places else None
+        before, n_held = (self._pending, self._logits), len(self._cached)
+        self._pending, self._logits = PendingTokens(), None
         try:
-            batch = Batch.of(waiting.tokens, self.seq_id, positions, logits="last")
+            batch = Batch.of(pending.tokens, self.seq_id, positions, logits="last")
             self._know(self.context.decode(batch)[-1])
         except BaseException:
             # Ctrl-C may come after the cells were filled: a token must not wait as well.
             if len(self._cached) == n_held:
-                self._waiting, self._logits = before
+                self._pending, self._logits = before
             raise
 
     def _know(self, logits: Float32Array | None) -> None:
@@ -513,6 +513,6 @@ class Sequence(EditableText):
     def _compute_last_again(self) -> None:
         """After an edit the last token's logits are gone: take it out and compute it once more."""
         if ids := self._cached.tokens:
-            last = Waiting(ids[-1:], self._cached.positions[-1:].tolist())
-            self._waiting = last.after(self._cached.go_back(len(ids) - 1))
-            self._compute(self._waiting)
+            last = PendingTokens(ids[-1:], self._cached.positions[-1:].tolist())
+            self._pending = last.prepended(self._cached.go_back(len(ids) - 1))
+            self._compute(self._pending)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.runtime.cached_text import Waiting
+from kvcellar.runtime.cached_text import PendingTokens
 
 
 @pytest.mark.parametrize(
@@ -21,26 +21,26 @@ from kvcellar.runtime.cached_text import Waiting
 def test_they_stand_where_they_stood_and_the_rest_follows(
     n: int, places: list[int], end: int, wanted: list[int]
 ) -> None:
-    waiting = Waiting(range(n), places)
-    assert waiting.positions(end) == wanted
-    assert waiting.end(end) == (wanted[-1] + 1 if wanted else end)
+    pending = PendingTokens(range(n), places)
+    assert pending.positions(end) == wanted
+    assert pending.end(end) == (wanted[-1] + 1 if wanted else end)
 
 
 def test_new_ones_come_last_and_old_ones_first() -> None:
-    waiting = Waiting([7], [4]).then([8, 9])
-    assert (waiting.tokens, waiting.places) == ([7, 8, 9], [4])
-    both = waiting.after(Waiting([5, 6], [2, 3]))
+    pending = PendingTokens([7], [4]).then([8, 9])
+    assert (pending.tokens, pending.places) == ([7, 8, 9], [4])
+    both = pending.after(PendingTokens([5, 6], [2, 3]))
     assert (both.tokens, both.places) == ([5, 6, 7, 8, 9], [2, 3, 4])
     assert len(both) == 5
-    assert not Waiting()
+    assert not PendingTokens()
 
 
 def test_what_is_removed_lets_the_rest_move_up() -> None:
-    waiting = Waiting([5, 6, 7, 8], [2, 3, 4])
-    closed = waiting.without(1, 2, gap=1)
+    pending = PendingTokens([5, 6, 7, 8], [2, 3, 4])
+    closed = pending.without(1, 2, gap=1)
     assert (closed.tokens, closed.places) == ([5, 7, 8], [2, 3])
-    kept = waiting.without(1, 2)
+    kept = pending.without(1, 2)
     assert (kept.tokens, kept.places) == ([5, 7, 8], [2, 4])
-    assert waiting.without(3, 4).places == [2, 3, 4]
-    assert waiting.without(0, 4).tokens == []
-    assert waiting.tokens == [5, 6, 7, 8]
+    assert pending.without(3, 4).places == [2, 3, 4]
+    assert pending.without(0, 4).tokens == []
+    assert pending.tokens == [5, 6, 7, 8]
