@@ -44,19 +44,21 @@ R = TypeVar("R")
 
 
 class TakesTurns(Protocol):
-    """What :func:`in_turn` methods belong to."""
+    """What :func:`synchronized` methods belong to."""
 
     turn: AbstractContextManager[object]
 
 
-T_ = TypeVar("T_", bound=TakesTurns)
+Locked = TypeVar("Locked", bound=TakesTurns)
 
 
-def in_turn(method: Callable[Concatenate[T_, P], R]) -> Callable[Concatenate[T_, P], R]:
+def synchronized(
+    method: Callable[Concatenate[Locked, P], R],
+) -> Callable[Concatenate[Locked, P], R]:
     """A method during which no other thread works on the context."""
 
     @wraps(method)
-    def alone(self: T_, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(self: Locked, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turn:
             return method(self, *args, **kwargs)
 
@@ -90,21 +92,21 @@ class EditableText:
         self._closed = False
 
     @property
-    @in_turn
+    @synchronized
     def tokens(self) -> list[int]:
         """All token ids, in order."""
         self._check_open()
         return [*self._cached.tokens, *self._pending.tokens]
 
     @property
-    @in_turn
+    @synchronized
     def positions(self) -> Int32Array:
         """Where each of ``tokens`` stands; those not computed yet: where they will."""
         self._check_open()
         rest = self._pending.positions(self._cached.end)
         return np.concatenate((self._cached.positions, rest)).astype(np.int32)
 
-    @in_turn
+    @synchronized
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
@@ -119,7 +121,7 @@ class EditableText:
         """
         return self._tainted
 
-    @in_turn
+    @synchronized
     def trim(self: T, n_tokens: int) -> T:
         """Drop the last ``n_tokens`` tokens; returns the sequence itself.
 
@@ -139,7 +141,7 @@ class EditableText:
         self._reconsider()
         return self
 
-    @in_turn
+    @synchronized
     def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
         """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
 
@@ -181,7 +183,7 @@ class EditableText:
             self._taint(start)  # there is a gap before it
         return self
 
-    @in_turn
+    @synchronized
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
         """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
 
@@ -197,7 +199,7 @@ class EditableText:
         self.remove(start, stop)
         return stop - start
 
-    @in_turn
+    @synchronized
     def self_extend(self: T, group: int, width: int) -> T:
         """Let tokens share positions, so that more text fits what the model was trained for.
 
@@ -218,13 +220,13 @@ class EditableText:
         self._pending = PendingTokens(self._pending.tokens)  # they follow on from where it ends now
         return self
 
-    @in_turn
+    @synchronized
     def push(self, token: int) -> None:
         """Add one token without computing it yet."""
         self._check_open()
         self._pending = self._pending.appended([token])
 
-    @in_turn
+    @synchronized
     def make_room(self, shift: ContextShift) -> None:
         """Shift until what waits to be computed fits; what :meth:`stream` does if asked to.
 
@@ -273,7 +275,7 @@ class Sequence(EditableText):
         return self.context.model.tokenizer.decode(self.tokens)
 
     @property
-    @in_turn
+    @synchronized
     def logits(self) -> Float32Array:
         """Logits of the next token, ``[n_vocab]``; computed if need be.
 
@@ -290,7 +292,7 @@ class Sequence(EditableText):
             raise OptionError("the sequence is empty: append a prompt first")
         return self._logits
 
-    @in_turn
+    @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Add text or token ids and compute them; returns the sequence itself.
 
@@ -305,7 +307,7 @@ class Sequence(EditableText):
         self._compute(self._pending.appended(self.to_ids(prompt)))
         return self
 
-    @in_turn
+    @synchronized
     def fork(self) -> Sequence:
         """A new sequence that shares every cell with this one; no byte is copied.
 
@@ -368,7 +370,7 @@ class Sequence(EditableText):
         self._check_open()
         return iter(Generation(self, max_tokens, stop, shift, options, sampling))
 
-    @in_turn
+    @synchronized
     def save(
         self,
         path: str | Path,
@@ -403,7 +405,7 @@ class Sequence(EditableText):
         how = SaveOptions(type_k, type_v, compress, checkpoints)
         return save_part(self, path, start, stop, how)
 
-    @in_turn
+    @synchronized
     def load(
         self: Sequence,
         path: str | Path,
@@ -437,14 +439,14 @@ class Sequence(EditableText):
 
     # -- what saving and loading need
 
-    @in_turn
+    @synchronized
     def compute_pending(self) -> None:
         """Compute what waits, if anything does."""
         self._check_open()
         if self._pending:
             self._compute(self._pending)
 
-    @in_turn
+    @synchronized
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
         held = self._cached
