@@ -27,9 +27,9 @@ def test_they_stand_where_they_stood_and_the_rest_follows(
 
 
 def test_new_ones_come_last_and_old_ones_first() -> None:
-    pending = PendingTokens([7], [4]).then([8, 9])
+    pending = PendingTokens([7], [4]).appended([8, 9])
     assert (pending.tokens, pending.places) == ([7, 8, 9], [4])
-    both = pending.after(PendingTokens([5, 6], [2, 3]))
+    both = pending.prepended(PendingTokens([5, 6], [2, 3]))
     assert (both.tokens, both.places) == ([5, 6, 7, 8, 9], [2, 3, 4])
     assert len(both) == 5
     assert not PendingTokens()
@@ -37,10 +37,10 @@ def test_new_ones_come_last_and_old_ones_first() -> None:
 
 def test_what_is_removed_lets_the_rest_move_up() -> None:
     pending = PendingTokens([5, 6, 7, 8], [2, 3, 4])
-    closed = pending.without(1, 2, gap=1)
+    closed = pending.removed(1, 2, gap=1)
     assert (closed.tokens, closed.places) == ([5, 7, 8], [2, 3])
-    kept = pending.without(1, 2)
+    kept = pending.removed(1, 2)
     assert (kept.tokens, kept.places) == ([5, 7, 8], [2, 4])
-    assert pending.without(3, 4).places == [2, 3, 4]
-    assert pending.without(0, 4).tokens == []
+    assert pending.removed(3, 4).places == [2, 3, 4]
+    assert pending.removed(0, 4).tokens == []
     assert pending.tokens == [5, 6, 7, 8]

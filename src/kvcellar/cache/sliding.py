@@ -11,7 +11,8 @@ token: it would be computed with a hole that nobody notices.
 * ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
 * The last token of a sequence can always be removed and decoded again.
 * ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
-  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole sequence.
+  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole
+  sequence.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
 positions, which ``seq_div`` makes, take cells beyond that.

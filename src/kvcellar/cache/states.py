@@ -12,8 +12,8 @@ way.
 
 What a cache of states knows of one sequence, as a value.
 
-A :class:`SequenceState` never changes: a verb makes another one, sequences that share it refer to the
-same, and what refers to an old one (a checkpoint, a transaction) can always go back to it.
+A :class:`SequenceState` never changes: a verb makes another one, sequences that share it refer to
+the same, and what refers to an old one (a checkpoint, a transaction) can always go back to it.
 """
 
 from __future__ import annotations
