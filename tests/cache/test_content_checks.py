@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
+    CellData,
+    SequenceData,
     SequenceStateData,
-    StateContent,
-    WindowContent,
+    StateData,
+    WindowData,
 )
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
 from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, StateLayer, StateSpec
 from tests.cache.porting_helpers import (
@@ -43,7 +43,7 @@ SPECS: list[CacheSpec | StateSpec] = [
 ]
 
 
-def sound() -> CacheContent:
+def sound() -> SequenceData:
     """Two sequences with all there can be: shared cells, what slid out, checkpoints, states."""
     source = hybrid("fws", size=40)
     put(source, 0, 4)
@@ -59,22 +59,22 @@ CONTENT = sound()
 FULL, SLIDING = CONTENT.groups
 
 
-def in_group(**changes: Change) -> CacheContent:
+def in_group(**changes: Change) -> SequenceData:
     """With fields of the window's group changed."""
     return replace(CONTENT, groups=(FULL, _changed(SLIDING, changes)))
 
 
-def in_checkpoint(**changes: Change) -> CacheContent:
+def in_checkpoint(**changes: Change) -> SequenceData:
     """With fields of its last checkpoint changed."""
     return in_group(checkpoints=lambda all_: (*all_[:-1], _changed(all_[-1], changes)))
 
 
-def in_states(**changes: Change) -> CacheContent:
+def in_states(**changes: Change) -> SequenceData:
     """With fields of the states changed."""
     return replace(CONTENT, states=_changed(CONTENT.states, changes))
 
 
-def in_held(**changes: Change) -> CacheContent:
+def in_held(**changes: Change) -> SequenceData:
     """With fields of the first sequence's state changed."""
     return in_states(held=lambda held: (_changed(held[0], changes), *held[1:]))
 
@@ -216,7 +216,7 @@ ELSEWHERE = {
 }
 
 
-def refused(content: CacheContent, error: type[SnapshotError]) -> SnapshotError:
+def refused(content: SequenceData, error: type[SnapshotError]) -> SnapshotError:
     """The error by which a content is refused, nothing having changed."""
     target = hybrid("fws", size=40)
     put(target, 3, 5)
@@ -344,6 +344,6 @@ def test_whatever_is_changed_is_refused_or_harmless(
 
 
 def test_the_content_has_every_kind_of_part() -> None:
-    kinds = (CellContent, WindowContent, StateContent, SequenceStateData)
+    kinds = (CellData, WindowData, StateData, SequenceStateData)
     names = {f.name for kind in kinds for f in fields(kind)}
     assert names <= {name for path in PATHS for name in path if isinstance(name, str)}

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.content import CacheContent
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     CacheError,
     CacheFull,
@@ -167,7 +167,7 @@ def test_what_is_put_in_is_what_was_taken_out_and_others_stay(
         target.check()
 
 
-def _check_content(content: CacheContent, taken: Sequence[Taken], n_seqs: int) -> None:
+def _check_content(content: SequenceData, taken: Sequence[Taken], n_seqs: int) -> None:
     """The content lists exactly those cells, each once."""
     (group,) = content.groups
     owners = [set[int]() for _ in taken]
@@ -272,7 +272,7 @@ def test_what_is_asked_for_has_to_make_sense() -> None:
     with pytest.raises(PositionError, match="largest"):
         state_set(cache, content, [1], shift=MAX_POSITION - 4)
     with pytest.raises(SnapshotMismatch, match="groups of K and V"):
-        state_set(cache, CacheContent(1, ()), [1])
+        state_set(cache, SequenceData(1, ()), [1])
     assert everything(cache) == before
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content import SequenceData
 from kvcellar.cache.hybrid import HybridCache, parts_of
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     AllocationError,
     CacheError,
@@ -140,7 +140,7 @@ def test_going_back_after_a_load_gives_what_it_gave_before(kinds: str) -> None:
 # -- failures
 
 
-def prepared(kinds: str) -> tuple[HybridCache, CacheContent]:
+def prepared(kinds: str) -> tuple[HybridCache, SequenceData]:
     """A cache that is in use, whose cells are scattered, and a content that fits into it."""
     source = hybrid(kinds)
     target = hybrid(kinds, like=source if "s" in kinds else None, size=40)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache import CheckpointBudget
-from kvcellar.cache.content import CacheContent, WindowContent, pick
+from kvcellar.cache.content import SequenceData, WindowData, pick
 from kvcellar.cache.eviction import n_kept
-from kvcellar.cache.porting import state_get, state_set
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     CacheFull,
     NotSupported,
@@ -135,7 +135,7 @@ def test_whole_texts_come_along_whatever_slid_out(
 def _put_in(
     source: SlidingDuel,
     target: SlidingDuel,
-    content: CacheContent,
+    content: SequenceData,
     seq_ids: Sequence[int],
     goals: Sequence[int],
     p1: int,
@@ -319,7 +319,7 @@ def test_a_checkpoint_with_a_hole_is_refused() -> None:
     gone = np.stack((one.positions[:2], one.tokens[:2]))
     rows = pick(one.rows, np.arange(2, len(one.positions)))
     evicted = np.concatenate((one.evicted, gone), axis=1)
-    holey = WindowContent(one.positions[2:], one.tokens[2:], rows, evicted, one.owners)
+    holey = WindowData(one.positions[2:], one.tokens[2:], rows, evicted, one.owners)
     with pytest.raises(SnapshotFileError, match="a part of the checkpoint at 15 is missing"):
         state_set(target, replace(content, groups=(replace(group, checkpoints=(holey,)),)), [0])
     assert everything(target) == before

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.cache.porting import state_get
+from kvcellar.cache.transfer import state_get
 from kvcellar.errors import (
     CacheFull,
     ClosedError,

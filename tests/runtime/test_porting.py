@@ -13,8 +13,8 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.cache.content import join
 from kvcellar.cache.hybrid import parts_of
-from kvcellar.cache.porting import state_get, state_set
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotMismatch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.porting import state_get
+from kvcellar.cache.transfer import state_get
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse

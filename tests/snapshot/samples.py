@@ -8,12 +8,12 @@ import numpy as np
 
 from kvcellar.cache.content import (
     NO_TOKENS,
-    CacheContent,
-    CellContent,
+    CellData,
     RowBytes,
+    SequenceData,
     SequenceStateData,
-    StateContent,
-    WindowContent,
+    StateData,
+    WindowData,
 )
 from kvcellar.snapshot.native import describe
 from kvcellar.snapshot.snapshot import SavedText, Snapshot, fingerprint
@@ -52,7 +52,7 @@ def sample(
     rng, spec = np.random.default_rng(seed), memory_spec(kind_k, kind_v)
     texts = [rng.integers(0, N_VOCAB, n).astype(np.int32) for n in lengths]
     full, window = spec.groups
-    content = CacheContent(
+    content = SequenceData(
         len(lengths),
         (_full(rng, full, texts), _window(rng, window, texts)),
         _states(rng, texts),
@@ -61,7 +61,7 @@ def sample(
     return Snapshot(fingerprint("sample", "ab" * 32, spec), content, saved, {"for": "tests"})
 
 
-def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellContent:
+def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellData:
     """All tokens, a cell each; the first cells of the first two sequences are shared."""
     shared = min([len(text) for text in texts[:2]], default=0) // 2
     pairs: list[tuple[int, int]] = []
@@ -78,10 +78,10 @@ def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) ->
     owners = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
     rows = _rows(rng, spec, len(at))
     none = (NO_TOKENS,) * len(texts)
-    return CellContent(np.array(at, np.int32), np.array(tokens, np.int32), owners, rows, none)
+    return CellData(np.array(at, np.int32), np.array(tokens, np.int32), owners, rows, none)
 
 
-def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellContent:
+def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellData:
     """The last tokens of each, what slid out before them, and a checkpoint of the first."""
     positions = [np.arange(len(text), dtype=np.int32) for text in texts]
     kept = [at[-WINDOW:] for at in positions]
@@ -94,15 +94,15 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
         np.stack((p[:-WINDOW], t[:-WINDOW])) for p, t in zip(positions, texts, strict=True)
     )
     owners = np.stack((np.arange(len(at)), seqs)).astype(np.int64)
-    checkpoints: tuple[WindowContent, ...] = ()
+    checkpoints: tuple[WindowData, ...] = ()
     if texts and len(texts[0]) > WINDOW:
         old = positions[0][:WINDOW]
         rows = _rows(rng, spec, WINDOW)
-        checkpoints = (WindowContent(old, texts[0][old], rows, NO_TOKENS, (0,)),)
-    return CellContent(at, tokens, owners, _rows(rng, spec, len(at)), evicted, checkpoints)
+        checkpoints = (WindowData(old, texts[0][old], rows, NO_TOKENS, (0,)),)
+    return CellData(at, tokens, owners, _rows(rng, spec, len(at)), evicted, checkpoints)
 
 
-def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
+def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateData:
     held: list[SequenceStateData | None] = []
     n_states = 0
     for text in texts:
@@ -113,7 +113,7 @@ def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
         at = np.arange(len(text), dtype=np.int32)
         held.append(SequenceStateData(at, text, n_states, kept))
         n_states += 1 + len(kept)
-    return StateContent(rng.normal(size=(n_states, 9)).astype(np.float32), tuple(held))
+    return StateData(rng.normal(size=(n_states, 9)).astype(np.float32), tuple(held))
 
 
 def _rows(rng: np.random.Generator, spec: CacheSpec, n: int) -> RowBytes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.content import CacheContent, RowBytes
+from kvcellar.cache.content import RowBytes, SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.native import Described, describe, understand
@@ -82,11 +82,11 @@ def test_a_piece_says_where_it_begins() -> None:
 
 def test_only_attention_only_states() -> None:
     snapshot = sample()
-    cells = CacheContent(3, snapshot.content.groups)
+    cells = SequenceData(3, snapshot.content.groups)
     assert_same(
         replace(snapshot, content=cells), understand(written(replace(snapshot, content=cells)))
     )
-    states = CacheContent(3, (), snapshot.content.states)
+    states = SequenceData(3, (), snapshot.content.states)
     print_ = {**snapshot.fingerprint, "groups": []}
     bare = replace(snapshot, content=states, fingerprint=print_)
     assert_same(bare, understand(written(bare)))

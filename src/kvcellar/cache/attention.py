@@ -26,7 +26,7 @@ import numpy as np
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import Batch, MicroBatch, Rows, split_simple
 from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.content import NO_TOKENS, CellContent, RowBytes
+from kvcellar.cache.content import NO_TOKENS, CellData, RowBytes
 from kvcellar.cache.placement import (
     CellPart,
     CellPlacement,
@@ -104,7 +104,7 @@ class Tabled:
 
 
 class PortsCells:
-    """What a cache of cells needs for :mod:`kvcellar.cache.porting`."""
+    """What a cache of cells needs for :mod:`kvcellar.cache.transfer`."""
 
     table: CellTable
     store: KVStore
@@ -115,20 +115,20 @@ class PortsCells:
         """Whether positions can be moved."""
         raise NotImplementedError
 
-    def port_out(
+    def export(
         self,
         seq_ids: Sequence[int],
         lo: int,
         hi: int,
         checkpoints: bool,  # noqa: ARG002  (there are none here)
-    ) -> CellContent:
+    ) -> CellData:
         """What sequences hold in a range of positions; nothing may be pending."""
         table = self.table
         mine = [table.cells_of(seq) for seq in seq_ids]
         mine = [cells[_within(table.positions[cells], lo, hi)] for cells in mine]
         cells, numbers = _distinct(mine, table.positions)
         seqs = np.repeat(np.arange(len(mine)), [len(one) for one in mine])
-        return CellContent(
+        return CellData(
             positions=table.positions[cells],
             tokens=table.tokens[cells],
             owners=np.stack((numbers, seqs)).astype(np.int64),
@@ -136,7 +136,7 @@ class PortsCells:
             evicted=(NO_TOKENS,) * len(mine),
         )
 
-    def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
+    def import_(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound content into free cells; whoever calls takes back what fails half way.
 
         Raises:
@@ -147,7 +147,7 @@ class PortsCells:
             raise SnapshotMismatch("swa_full", False, True, hint)
         self._fill(content, seq_ids, shift)
 
-    def _fill(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
+    def _fill(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
         n, table = len(content.positions), self.table
         if shift and n and not self.can_shift:
             raise ShiftUnsupported(

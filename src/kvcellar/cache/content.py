@@ -30,7 +30,7 @@ from kvcellar.errors import NotSupported, OptionError, SnapshotFileError
 from kvcellar.types import ByteArray, Float32Array, Int32Array, Int64Array
 
 
-def between(content: CacheContent, lo: int, hi: int) -> CacheContent:
+def between(content: SequenceData, lo: int, hi: int) -> SequenceData:
     """What stands at positions from lo to before hi; itself if that is all.
 
     Raises:
@@ -53,17 +53,17 @@ def pick(rows: RowBytes, cells: Cells) -> RowBytes:
     return RowBytes(tuple(k[cells] for k in rows.k), tuple(v[cells] for v in rows.v))
 
 
-def _is_between(group: CellContent, lo: int, hi: int) -> bool:
+def _is_between(group: CellData, lo: int, hi: int) -> bool:
     at = group.positions
     return len(at) == 0 or (int(at.min()) >= lo and int(at.max()) < hi)
 
 
-def _between(group: CellContent, lo: int, hi: int) -> CellContent:
+def _between(group: CellData, lo: int, hi: int) -> CellData:
     cells = np.flatnonzero((group.positions >= lo) & (group.positions < hi))
     numbers = np.full(len(group.positions), -1, np.int64)
     numbers[cells] = np.arange(len(cells))
     pairs = group.owners[:, numbers[group.owners[0]] >= 0]
-    return CellContent(
+    return CellData(
         positions=group.positions[cells],
         tokens=group.tokens[cells],
         owners=np.stack((numbers[pairs[0]], pairs[1])),
@@ -72,11 +72,11 @@ def _between(group: CellContent, lo: int, hi: int) -> CellContent:
     )
 
 
-def join(pieces: Sequence[CacheContent], windows: Sequence[int]) -> CacheContent:
+def join(pieces: Sequence[SequenceData], windows: Sequence[int]) -> SequenceData:
     """The content that a sequence would have had if it had been taken out from the first piece on.
 
     Args:
-        pieces: in their order, each sound by itself (:func:`~kvcellar.cache.porting.state_set`
+        pieces: in their order, each sound by itself (:func:`~kvcellar.cache.transfer.state_set`
             checks the whole). Checkpoints are dropped.
         windows: of each group how many tokens a token attends to; 0: keep everything.
 
@@ -100,10 +100,10 @@ def join(pieces: Sequence[CacheContent], windows: Sequence[int]) -> CacheContent
         for i, window in enumerate(windows)
     ]
     states = [piece.states for piece in pieces if piece.states is not None]
-    return CacheContent(1, tuple(groups), _join_states(states) if states else None, first.start)
+    return SequenceData(1, tuple(groups), _join_states(states) if states else None, first.start)
 
 
-def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
+def _join_cells(pieces: Sequence[CellData], window: int) -> CellData:
     """All rows that are held without a gap up to the end; what is before them slid out."""
     texts = [piece.text_of(0) for piece in pieces]
     text = np.concatenate(texts, axis=1)
@@ -116,7 +116,7 @@ def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
     rows = _chain([pick(piece.rows, _in_order(piece)) for piece in pieces])
     n = text.shape[1] - n_slid
     n_rows = sum(len(piece.positions) for piece in pieces)
-    whole = CellContent(
+    whole = CellData(
         positions=text[0, n_slid:],
         tokens=text[1, n_slid:],
         owners=np.stack((np.arange(n), np.zeros(n, np.int64))),
@@ -126,21 +126,21 @@ def _join_cells(pieces: Sequence[CellContent], window: int) -> CellContent:
     return trimmed(whole, window) if window else whole
 
 
-def _join_states(pieces: Sequence[StateContent]) -> StateContent:
+def _join_states(pieces: Sequence[StateData]) -> StateData:
     """The last state, and the texts that made it."""
     known = [(piece.states, piece.held[0]) for piece in pieces]
     found = [(states, held) for states, held in known if held is not None]
     if not found:
-        return StateContent(pieces[-1].states[:0], (None,))
+        return StateData(pieces[-1].states[:0], (None,))
     states, last = found[-1]
     positions = np.concatenate([held.positions for _, held in found])
     _require_contiguous(positions)
     tokens = np.concatenate([held.tokens for _, held in found])
     state = states[last.state : last.state + 1]
-    return StateContent(state, (SequenceStateData(positions, tokens, 0),))
+    return StateData(state, (SequenceStateData(positions, tokens, 0),))
 
 
-def _in_order(piece: CellContent) -> Cells:
+def _in_order(piece: CellData) -> Cells:
     """The cells by their positions: a slice, so that no row is copied, if they lie so."""
     cells = piece.cells_of(0)
     return as_cells(cells) if len(cells) else NO_CELLS
@@ -152,7 +152,7 @@ def _chain(pieces: Sequence[RowBytes]) -> RowBytes:
     return RowBytes(tuple(map(np.concatenate, k)), tuple(map(np.concatenate, v)))
 
 
-def _shape(piece: CacheContent) -> object:
+def _shape(piece: SequenceData) -> object:
     """What all pieces have to have in common."""
     rows = [tuple(map(_width, (*group.rows.k, *group.rows.v))) for group in piece.groups]
     layers = [(len(group.rows.k), len(group.rows.v)) for group in piece.groups]
@@ -193,7 +193,7 @@ class RowBytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WindowContent:
+class WindowData:
     """A checkpoint of a window: the end of a text, and who can go back to it.
 
     ``evicted`` are positions over ids of the tokens before ``positions``, ``[2, n]``.
@@ -207,7 +207,7 @@ class WindowContent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CellContent:
+class CellData:
     """Cells of K and V.
 
     Attributes:
@@ -224,7 +224,7 @@ class CellContent:
     owners: Int64Array
     rows: RowBytes
     evicted: tuple[Int32Array, ...]
-    checkpoints: tuple[WindowContent, ...] = ()
+    checkpoints: tuple[WindowData, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -257,7 +257,7 @@ class SequenceStateData:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateContent:
+class StateData:
     """States ``[n, n_values]``, those that several share once; of each sequence what it holds."""
 
     states: Float32Array
@@ -265,12 +265,12 @@ class StateContent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CacheContent:
+class SequenceData:
     """What ``n_seqs`` sequences hold in every part of a cache, from position ``start`` on."""
 
     n_seqs: int
-    groups: tuple[CellContent, ...]
-    states: StateContent | None = None
+    groups: tuple[CellData, ...]
+    states: StateData | None = None
     start: int = field(default=0)
 
     def span(self, seq: int) -> tuple[int, int]:
@@ -305,7 +305,7 @@ class CacheContent:
         return states + sum(group.n_bytes for group in self.groups)
 
 
-def trimmed(content: CellContent, window: int) -> CellContent:
+def trimmed(content: CellData, window: int) -> CellData:
     """The same with no more cells than a window keeps: the others slid out."""
     gone = np.zeros(content.owners.shape[1], np.bool_)
     evicted = list(content.evicted)

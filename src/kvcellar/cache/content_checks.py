@@ -11,18 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
+    CellData,
     RowBytes,
+    SequenceData,
     SequenceStateData,
-    StateContent,
-    WindowContent,
+    StateData,
+    WindowData,
 )
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
 from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array, StateSpec
 
 
-def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec]) -> None:
+def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec]) -> None:
     """See that a content is sound and has the shape of a cache whose parts are like that.
 
     Raises:
@@ -45,7 +45,7 @@ def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec])
     _check_agreement(content)
 
 
-def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
+def _check_group(group: CellData, spec: CacheSpec, n_seqs: int) -> None:
     _check_texts("cells", group.positions, group.tokens)
     n = len(group.positions)
     _check_rows(group.rows, spec, n)
@@ -59,7 +59,7 @@ def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
     _require(len(set(ends)) == len(ends), "two checkpoints of a sequence end at one position")
 
 
-def _check_window(one: WindowContent, spec: CacheSpec, n_seqs: int) -> None:
+def _check_window(one: WindowData, spec: CacheSpec, n_seqs: int) -> None:
     _check_texts("a checkpoint", one.positions, one.tokens)
     _require(len(one.positions) > 0, "a checkpoint is empty")
     _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
@@ -112,7 +112,7 @@ def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
     _require(len(np.unique(owners[0])) == n, "a cell has no owner")
 
 
-def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
+def _check_states(content: StateData, spec: StateSpec, n_seqs: int) -> None:
     states, width = content.states, spec.row_bytes // 4
     _require(states.dtype == np.float32 and states.ndim == 2, "states are no f32 rows")
     if len(states) and states.shape[1] != width:
@@ -138,7 +138,7 @@ def _check_held(held: SequenceStateData, n_states: int) -> None:
     _require(all(0 <= row < n_states for row in rows), "there is no such state")
 
 
-def _check_shared(content: StateContent) -> None:
+def _check_shared(content: StateData) -> None:
     """See that whoever refers to a state has told it the same."""
     texts: dict[int, bytes] = {}
     for held in content.held:
@@ -148,7 +148,7 @@ def _check_shared(content: StateContent) -> None:
                 _require(texts.setdefault(state, text) == text, "a state is of two texts")
 
 
-def _check_agreement(content: CacheContent) -> None:
+def _check_agreement(content: SequenceData) -> None:
     """See that all parts know sequences up to the same position, and windows nothing behind it."""
     for seq in range(content.n_seqs):
         ends = set()
@@ -161,7 +161,7 @@ def _check_agreement(content: CacheContent) -> None:
         _require(len(ends) < 2, f"the parts end sequence {seq} at different positions")
 
 
-def _check_text(group: CellContent, seq: int, start: int) -> int:
+def _check_text(group: CellData, seq: int, start: int) -> int:
     """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
     text, n_slid = group.text_of(seq), group.evicted[seq].shape[1]
     n = text.shape[1]

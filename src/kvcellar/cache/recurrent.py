@@ -37,7 +37,7 @@ import numpy as np
 from kvcellar.backends.base import StateStore
 from kvcellar.batch import Batch, MicroBatch, Rows, split_equal
 from kvcellar.cache.base import CheckpointPolicy, Coupled
-from kvcellar.cache.content import SequenceStateData, StateContent
+from kvcellar.cache.content import SequenceStateData, StateData
 from kvcellar.cache.placement import Placement, micro_batch
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
 from kvcellar.cache.states import History, SequenceState, StateTable
@@ -130,12 +130,12 @@ class Recorded:
 
 
 class PortsStates:
-    """What a cache of states needs for :mod:`kvcellar.cache.porting`."""
+    """What a cache of states needs for :mod:`kvcellar.cache.transfer`."""
 
     store: StateStore
     states: StateTable
 
-    def port_out(self, seq_ids: Sequence[int], lo: int, checkpoints: bool) -> StateContent:
+    def export(self, seq_ids: Sequence[int], lo: int, checkpoints: bool) -> StateData:
         """The states of sequences, and the texts from a position on that made them."""
         rows: dict[int, int] = {}  # of each row its number among the states
         held: list[SequenceStateData | None] = []
@@ -149,9 +149,9 @@ class PortsStates:
             pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)
             at, tokens = mine.history.positions[first:], mine.history.tokens[first:]
             held.append(SequenceStateData(at.copy(), tokens.copy(), state, pairs))
-        return StateContent(self.store.read(np.array(list(rows), np.int64)), tuple(held))
+        return StateData(self.store.read(np.array(list(rows), np.int64)), tuple(held))
 
-    def port_in(self, content: StateContent, seq_ids: Sequence[int], shift: int) -> None:
+    def import_(self, content: StateData, seq_ids: Sequence[int], shift: int) -> None:
         """Let empty sequences have sound states; of checkpoints as many as there is room for.
 
         Raises:
@@ -170,7 +170,7 @@ class PortsStates:
         self.states.adopt(content, seq_ids, rows, shift)
 
 
-def _latest(content: StateContent, taken: Sequence[int], n: int) -> list[int]:
+def _latest(content: StateData, taken: Sequence[int], n: int) -> list[int]:
     """At most n states of checkpoints alone, those after the most tokens first."""
     ends: dict[int, int] = {}
     for held in content.held:

@@ -32,7 +32,7 @@ from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache, PortsCells
 from kvcellar.cache.base import CheckpointBudget, Coupled
-from kvcellar.cache.content import CellContent, RowBytes, WindowContent, trimmed
+from kvcellar.cache.content import CellData, RowBytes, WindowData, trimmed
 from kvcellar.cache.eviction import (
     EvictedTokens,
     Move,
@@ -54,20 +54,20 @@ from kvcellar.types import MAX_POSITION, ByteArray, CacheSpec, Int32Array, Int64
 
 
 class PortsWindows(PortsCells):
-    """What a cache of a window needs for :mod:`kvcellar.cache.porting`."""
+    """What a cache of a window needs for :mod:`kvcellar.cache.transfer`."""
 
     _room: WindowEviction
     _checkpoints: WindowCheckpoints
     _window: int
 
-    def port_out(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> CellContent:
+    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> CellData:
         """What sequences hold and held in a range of positions; nothing may be pending."""
-        content = super().port_out(seq_ids, lo, hi, checkpoints)
+        content = super().export(seq_ids, lo, hi, checkpoints)
         evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
         kept = self._port_checkpoints(seq_ids) if checkpoints else ()
         return replace(content, evicted=evicted, checkpoints=kept)
 
-    def port_in(self, content: CellContent, seq_ids: Sequence[int], shift: int) -> None:
+    def import_(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound content into cells of empty sequences, and remember what slid out.
 
         Raises:
@@ -91,7 +91,7 @@ class PortsWindows(PortsCells):
         """Cells for n tokens, those that slid out of every window included."""
         return self._room.take(n, self._room.kept_rows())
 
-    def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowContent, ...]:
+    def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
         owners: dict[int, list[int]] = {}
         known = {}
         for number, seq in enumerate(seq_ids):
@@ -99,7 +99,7 @@ class PortsWindows(PortsCells):
                 known[one.serial] = one
                 owners.setdefault(one.serial, []).append(number)
         return tuple(
-            WindowContent(
+            WindowData(
                 one.positions.copy(),
                 one.tokens.copy(),
                 self._by_layer([rows.copy() for rows in one.rows]),
@@ -109,7 +109,7 @@ class PortsWindows(PortsCells):
             for serial, one in sorted(known.items())
         )
 
-    def _port_in_checkpoint(self, one: WindowContent, seqs: Sequence[int]) -> None:
+    def _port_in_checkpoint(self, one: WindowData, seqs: Sequence[int]) -> None:
         if not is_whole(one.evicted[0], one.positions, self._window):
             raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvcellar.cache.base import Checkpoint, CheckpointPolicy
-from kvcellar.cache.content import StateContent
+from kvcellar.cache.content import StateData
 from kvcellar.cache.state_placement import Piece
 from kvcellar.cells import check_moved
 from kvcellar.errors import InvariantError, NotSupported, PositionError
@@ -277,7 +277,7 @@ class StateTable:
     # -- what was taken out of a cache and is put in
 
     def adopt(
-        self, content: StateContent, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
+        self, content: StateData, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
     ) -> None:
         """Let sequences hold states that were written into ``rows``, by their numbers.
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcellar.cache.content import CacheContent, CellContent
+from kvcellar.cache.content import CellData, SequenceData
 from kvcellar.cli.blocks import SHORT, Block, entry_data
 from kvcellar.cli.console import console_for, harmless, human_age, human_bytes, show
 from kvcellar.cli.store_tools import existing, find, value_of
@@ -359,7 +359,7 @@ def _told(snapshot: Snapshot, written_by: str | None) -> SnapshotFacts:
     )
 
 
-def _group(group: CellContent, type_k: str, type_v: str) -> GroupFacts:
+def _group(group: CellData, type_k: str, type_v: str) -> GroupFacts:
     rows = [group.rows, *(one.rows for one in group.checkpoints)]
     return GroupFacts(
         n_layers=len(group.rows.k),
@@ -372,7 +372,7 @@ def _group(group: CellContent, type_k: str, type_v: str) -> GroupFacts:
     )
 
 
-def _sequence(content: CacheContent, seq: int, has_logits: bool) -> SequenceFacts:
+def _sequence(content: SequenceData, seq: int, has_logits: bool) -> SequenceFacts:
     """As the part tells that has most of the text."""
     tokens = content.text_of(seq)[1]
     first, last = content.span(seq)

@@ -20,12 +20,12 @@ import numpy as np
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import CacheContent, join
+from kvcellar.cache.content import SequenceData, join
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.eviction import n_kept
 from kvcellar.cache.hybrid import parts_of
-from kvcellar.cache.porting import state_get
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import state_get
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import Wanted
 from kvcellar.runtime.options import SaveOptions
@@ -87,7 +87,7 @@ def check_block(key: str, note: Note, value: Buffer) -> None:
         raise SnapshotFileError("the value holds another text than its key says")
 
 
-def tokens_of(content: CacheContent) -> list[int] | None:
+def tokens_of(content: SequenceData) -> list[int] | None:
     """The tokens of a block, by the part that has all of them; nothing is believed to be sound."""
     if content.groups:
         tokens: list[int] = content.groups[0].tokens.tolist()
@@ -160,7 +160,7 @@ class Blocks:
         described = describe(stored(context, snapshot, self._how))
         return to_bytes(described, compress=self._how.compress)
 
-    def read(self, i: int, value: Buffer) -> CacheContent:
+    def read(self, i: int, value: Buffer) -> SequenceData:
         """What :meth:`take` returned, in the types that it was stored in.
 
         Raises:
@@ -175,7 +175,7 @@ class Blocks:
             raise SnapshotFileError("the block lacks rows that it should have")
         return content
 
-    def whole(self, pieces: Sequence[CacheContent]) -> Snapshot:
+    def whole(self, pieces: Sequence[SequenceData]) -> Snapshot:
         """What blocks from the first one on make up, in the types of the context."""
         context = self._context
         joined = join(pieces, _windows(context.cache))

@@ -32,9 +32,9 @@ from typing import TypeAlias
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content import SequenceData
 from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.porting import is_plain
+from kvcellar.cache.transfer import is_plain
 from kvcellar.errors import (
     BatchError,
     LibraryError,
@@ -259,7 +259,7 @@ class PromptCache:
             sequence.rounded = text.rounded
         return Reuse(len(text.tokens), len(sequence), why)
 
-    def _find(self, text: Blocks) -> tuple[list[CacheContent], Absence]:
+    def _find(self, text: Blocks) -> tuple[list[SequenceData], Absence]:
         """The blocks of a text from its start on, and why there are no more."""
         n_whole = max(0, len(text.tokens) - 1) // self.block_size
         n = self._n_there(text.keys[:n_whole])
@@ -268,7 +268,7 @@ class PromptCache:
             if n < n_whole
             else Absence("no whole block", n * self.block_size)
         )
-        pieces: list[CacheContent] = []
+        pieces: list[SequenceData] = []
         for i in reversed(range(n)):
             piece = self._read(text, i)
             if isinstance(piece, Absence):
@@ -278,7 +278,7 @@ class PromptCache:
                 pieces.append(piece)
         return pieces[::-1], why
 
-    def _read(self, text: Blocks, i: int) -> CacheContent | Absence:
+    def _read(self, text: Blocks, i: int) -> SequenceData | Absence:
         """A block that was there a moment ago, or why it is not any more."""
         key = text.keys[i]
         damaged = Absence("damaged", i * self.block_size)

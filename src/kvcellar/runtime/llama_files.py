@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content

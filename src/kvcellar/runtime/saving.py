@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.backends.checks import check_types
-from kvcellar.cache.content import CacheContent, between
+from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
@@ -240,7 +240,7 @@ def _several(n: int) -> SnapshotMismatch:
 
 def _part(
     snapshot: Snapshot, options: LoadOptions
-) -> tuple[CacheContent, tuple[SavedText, ...], int]:
+) -> tuple[SequenceData, tuple[SavedText, ...], int]:
     """What is to be put in of a range of tokens, and how many go again from its end."""
     content = snapshot.content
     if content.n_seqs != 1:
@@ -258,7 +258,7 @@ def _part(
     return content, (replace(text, logits=None),), size - stop
 
 
-def _can_cut(content: CacheContent) -> bool:
+def _can_cut(content: SequenceData) -> bool:
     windows = any(group.checkpoints for group in content.groups)
     return content.states is None and not content.has_evicted and not windows
 

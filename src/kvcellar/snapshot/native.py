@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
+    CellData,
     RowBytes,
+    SequenceData,
     SequenceStateData,
-    StateContent,
-    WindowContent,
+    StateData,
+    WindowData,
 )
 from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, row_types
@@ -93,7 +93,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
     states = None
     if about["states"] is not None:
         held = tuple(_to_held(f"state.{i}", h, arrays) for i, h in enumerate(about["states"]))
-        states = StateContent(arrays["states"], held)
+        states = StateData(arrays["states"], held)
     texts = tuple(
         SavedText(
             arrays.get(f"sequence.{i}.logits"),
@@ -104,7 +104,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
         )
         for i, text in enumerate(about["texts"])
     )
-    content = CacheContent(n_seqs, cells, states, int(about["start"]))
+    content = SequenceData(n_seqs, cells, states, int(about["start"]))
     return Snapshot(dict(about["fingerprint"]), content, texts, dict(about["note"]))
 
 
@@ -112,7 +112,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
 
 
 def _of_group(
-    name: str, group: CellContent, kinds: tuple[KVType, KVType]
+    name: str, group: CellData, kinds: tuple[KVType, KVType]
 ) -> Iterator[tuple[str, AnyArray]]:
     yield f"{name}.positions", group.positions
     yield f"{name}.tokens", group.tokens
@@ -131,16 +131,16 @@ def _of_group(
 
 def _to_group(
     name: str, arrays: Arrays, n_layers: int, n_seqs: int, checkpoints: list[list[int]]
-) -> CellContent:
+) -> CellData:
     none = np.empty((2, 0), np.int32)
-    return CellContent(
+    return CellData(
         positions=arrays[f"{name}.positions"],
         tokens=arrays[f"{name}.tokens"],
         owners=arrays[f"{name}.owners"],
         rows=_to_rows(name, arrays, n_layers),
         evicted=tuple(arrays.get(f"{name}.slid.{i}", none) for i in range(n_seqs)),
         checkpoints=tuple(
-            WindowContent(
+            WindowData(
                 arrays[f"{name}.checkpoint.{i}.positions"],
                 arrays[f"{name}.checkpoint.{i}.tokens"],
                 _to_rows(f"{name}.checkpoint.{i}", arrays, n_layers),

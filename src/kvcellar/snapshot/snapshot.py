@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
-from kvcellar.cache.content import CacheContent, CellContent, RowBytes
+from kvcellar.cache.content import CellData, RowBytes, SequenceData
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, KVType, MemorySpec, RowFormat
 
@@ -188,7 +188,7 @@ def _is_size(size: object) -> bool:
     return isinstance(size, int) and 0 <= size == size & -size
 
 
-def _converted(group: CellContent, old: Formats, new: Formats, convert: Convert) -> CellContent:
+def _converted(group: CellData, old: Formats, new: Formats, convert: Convert) -> CellData:
     def change(rows: RowBytes) -> RowBytes:
         k = _layers(rows.k, old[0], new[0], convert)
         return RowBytes(k, _layers(rows.v, old[1], new[1], convert))
@@ -269,6 +269,6 @@ class Snapshot:
     """
 
     fingerprint: Mapping[str, Plain]
-    content: CacheContent
+    content: SequenceData
     texts: tuple[SavedText, ...]
     note: Mapping[str, str | int] = field(default_factory=dict)

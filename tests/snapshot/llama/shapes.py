@@ -9,11 +9,11 @@ import numpy as np
 
 from kvcellar.cache.content import (
     NO_TOKENS,
-    CacheContent,
-    CellContent,
+    CellData,
     RowBytes,
+    SequenceData,
     SequenceStateData,
-    StateContent,
+    StateData,
     trimmed,
 )
 from kvcellar.snapshot.llama.from_content import Target, from_content
@@ -82,7 +82,7 @@ OLD = ("plain", "f32 and bf16")
 
 def content_of(
     spec: MemorySpec, n_shared: int, n_own: Sequence[int], seed: int = 0
-) -> CacheContent:
+) -> SequenceData:
     """Sequences that share their first tokens, and then have some of their own."""
     rng = np.random.default_rng(seed)
     positions, owners = _cells(n_shared, n_own)
@@ -91,10 +91,10 @@ def content_of(
     for group in spec.groups:
         rows = _rows(group, len(positions), rng)
         evicted = (NO_TOKENS,) * len(n_own)
-        cells = CellContent(positions, tokens, owners, rows, evicted)
+        cells = CellData(positions, tokens, owners, rows, evicted)
         groups.append(trimmed(cells, group.window) if group.window else cells)
     if spec.states is None:
-        return CacheContent(len(n_own), tuple(groups))
+        return SequenceData(len(n_own), tuple(groups))
     held: list[SequenceStateData | None] = []
     for seq in range(len(n_own)):
         mine = owners[0][owners[1] == seq]
@@ -102,7 +102,7 @@ def content_of(
         held.append(SequenceStateData(positions[mine], tokens[mine], state) if len(mine) else None)
     values = rng.standard_normal((len(n_own), spec.states.row_bytes // 4)).astype(np.float32)
     used = len([one for one in held if one])
-    return CacheContent(len(n_own), tuple(groups), StateContent(values[:used], tuple(held)))
+    return SequenceData(len(n_own), tuple(groups), StateData(values[:used], tuple(held)))
 
 
 def parts_of(spec: MemorySpec) -> list[CacheSpec | StateSpec]:
@@ -111,7 +111,7 @@ def parts_of(spec: MemorySpec) -> list[CacheSpec | StateSpec]:
 
 
 def file_of(
-    content: CacheContent,
+    content: SequenceData,
     spec: MemorySpec,
     kind: Kind = "sequence",
     generation: Generation = "2026-10",
@@ -128,7 +128,7 @@ def bytes_of(file: LlamaFile, spec: MemorySpec) -> bytes:
     return b"".join(file_pieces(file, len(spec.places)))
 
 
-def first_tokens(content: CacheContent) -> list[int]:
+def first_tokens(content: SequenceData) -> list[int]:
     """The tokens of the first sequence."""
     if content.groups:
         group = content.groups[0]

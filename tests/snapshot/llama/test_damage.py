@@ -17,7 +17,7 @@ import pytest
 
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.porting import state_set
+from kvcellar.cache.transfer import state_set
 from kvcellar.errors import KVCellarError, NotSupported, SnapshotError
 from kvcellar.snapshot.llama.layout import Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file

@@ -25,11 +25,11 @@ import numpy as np
 
 from kvcellar.cache.content import (
     NO_TOKENS,
-    CacheContent,
-    CellContent,
+    CellData,
     RowBytes,
+    SequenceData,
     SequenceStateData,
-    StateContent,
+    StateData,
     trimmed,
 )
 from kvcellar.errors import NotSupported, SnapshotFileError, SnapshotMismatch
@@ -229,7 +229,7 @@ class Merged:
 
     def content(
         self, layers: Sequence[int], spec: CacheSpec, tokens: Int32Array, n_seqs: int
-    ) -> CellContent:
+    ) -> CellData:
         """These with K and V of a group, given which of the part's layers are the group's."""
         rows: tuple[list[ByteArray], list[ByteArray]] = ([], [])
         for i, layer in zip(layers, spec.layers, strict=True):
@@ -239,7 +239,7 @@ class Merged:
             rows[0].append(latent_last(all_k, spec.type_k, layer))
             rows[1].append(self._rows(v, spec.type_v.row_bytes(layer.n_embd_v)))
         evicted = (NO_TOKENS,) * n_seqs
-        return CellContent(
+        return CellData(
             self.positions, tokens, self.owners, RowBytes(tuple(rows[0]), tuple(rows[1])), evicted
         )
 
@@ -251,14 +251,14 @@ class Merged:
 
 
 def in_window(
-    group: CellContent,
+    group: CellData,
     texts: tuple[Int32Array, ...],
     tokens: Tokens,
     spec: CacheSpec,
     n_ctx: int,
     *,
     can_slide: bool,
-) -> CellContent:
+) -> CellData:
     """The cells of a window, and of each sequence what has left it.
 
     Args:
@@ -303,7 +303,7 @@ Texts: TypeAlias = "tuple[Int32Array, ...]"
 class Restored:
     """What a file holds for a cache; ``seq_ids`` are what its sequences were called."""
 
-    content: CacheContent
+    content: SequenceData
     seq_ids: tuple[int, ...]
 
 
@@ -325,17 +325,17 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
     merged = [Merged(streams, naming) for streams in file.parts]
     texts = tuple(_text(merged, file, naming, seq) for seq in range(len(naming.ids)))
     tokens = Tokens(file.tokens, texts[0] if texts else np.empty(0, np.int32), n_vocab)
-    groups: dict[int, CellContent] = {}
+    groups: dict[int, CellData] = {}
     for part, cells in zip(shape.parts, merged, strict=True):
         groups.update(_groups(part, cells, spec, texts, tokens))
     in_order = tuple(groups[number] for number in range(len(spec.groups)))
     states = None if file.states is None else _states(file.states, naming, texts, tokens)
-    return Restored(CacheContent(len(texts), in_order, states), naming.ids)
+    return Restored(SequenceData(len(texts), in_order, states), naming.ids)
 
 
 def _groups(
     part: PartShape, cells: Merged, spec: MemorySpec, texts: Texts, tokens: Tokens
-) -> Iterator[tuple[int, CellContent]]:
+) -> Iterator[tuple[int, CellData]]:
     """The groups whose layers are in a part of a file."""
     ids = tokens.of_cells(cells.positions, cells.owners)
     n_ctx = spec.groups[0].size
@@ -373,7 +373,7 @@ def _text(merged: list[Merged], file: LlamaFile, naming: Naming, seq: int) -> In
     return listed if seq == 0 and np.array_equal(at, listed[-1:]) else at
 
 
-def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateContent:
+def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateData:
     held: list[SequenceStateData | None] = []
     for seq, text in enumerate(texts):
         cell = _cell_of(states, naming, seq)
@@ -384,7 +384,7 @@ def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) ->
         if not len(text) or int(text[-1]) != last:
             raise SnapshotFileError(f"llama.cpp's file: the state of sequence {seq} is at {last}")
         held.append(SequenceStateData(text, tokens.at(seq, text), cell))
-    return StateContent(_values(states), tuple(held))
+    return StateData(_values(states), tuple(held))
 
 
 def _cell_of(states: FileStates, naming: Naming, seq: int) -> int:

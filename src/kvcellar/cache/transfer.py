@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import CacheContent
+from kvcellar.cache.content import SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.eviction import within
 from kvcellar.cache.hybrid import parts_of
@@ -26,7 +26,7 @@ from kvcellar.types import MAX_POSITION, Int32Array
 
 def state_get(
     cache: Cache, seq_ids: Sequence[int], p0: int = -1, p1: int = -1, *, checkpoints: bool = True
-) -> CacheContent:
+) -> SequenceData:
     """What sequences hold in a range of positions.
 
     Args:
@@ -65,7 +65,7 @@ def state_get(
 
 
 def state_set(
-    cache: Cache, content: CacheContent, seq_ids: Sequence[int], *, shift: int = 0
+    cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
 ) -> None:
     """Let sequences hold what was taken out, behind what they hold already.
 
@@ -100,22 +100,22 @@ def state_set(
     with cache.transaction():
         for part in parts:
             if isinstance(part, AttentionCache):
-                part.port_in(next(groups), seq_ids, shift)
+                part.import_(next(groups), seq_ids, shift)
             elif isinstance(part, RecurrentCache) and content.states is not None:
-                part.port_in(content.states, seq_ids, shift)
+                part.import_(content.states, seq_ids, shift)
 
 
 _PORTS = (AttentionCache, RecurrentCache)
 
 
-def _get(cache: Cache, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> CacheContent:
+def _get(cache: Cache, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
     groups, states = [], None
     for part in parts_of(cache):
         if isinstance(part, AttentionCache):
-            groups.append(part.port_out(seq_ids, lo, hi, checkpoints and lo == 0))
+            groups.append(part.export(seq_ids, lo, hi, checkpoints and lo == 0))
         elif isinstance(part, RecurrentCache):
-            states = part.port_out(seq_ids, lo, checkpoints and lo == 0)
-    return CacheContent(len(seq_ids), tuple(groups), states, lo)
+            states = part.export(seq_ids, lo, checkpoints and lo == 0)
+    return SequenceData(len(seq_ids), tuple(groups), states, lo)
 
 
 def is_plain(cache: Cache) -> bool:
@@ -141,7 +141,7 @@ def _check_distinct(seq_ids: Sequence[int]) -> None:
         raise OptionError(f"sequence ids {list(seq_ids)}: each only once")
 
 
-def _check_targets(cache: Cache, content: CacheContent, seq_ids: Sequence[int], shift: int) -> None:
+def _check_targets(cache: Cache, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
     plain = is_plain(cache)
     if content.start > 0 and not plain:
         raise NotSupported(
