@@ -21,7 +21,7 @@ from kvcellar.errors import (
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import read_file, write_file
-from kvcellar.snapshot.native import describe, understand
+from kvcellar.snapshot.native import from_arrays, to_arrays
 from kvcellar.testing.gguf_writer import gguf_bytes
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.tiny_llama import TinyLlama
@@ -114,7 +114,7 @@ def test_converted_types(shared: Path, path: Path) -> None:
     with opened(shared, "llama-dense", **F32) as context:
         exact = context.load(path, convert=True)
         exact.save(path.with_name("again"))
-        one, again = (describe(understand(read_file(p))) for p in (path, path.with_name("again")))
+        one, again = (to_arrays(from_arrays(read_file(p))) for p in (path, path.with_name("again")))
         assert all(np.array_equal(again.arrays[name], one.arrays[name]) for name in one.arrays)
 
 
@@ -158,7 +158,7 @@ def bent(path: Path, change: Callable[[dict[str, Any], Any], None]) -> None:
     change(arrays, about)
     write_file(
         path,
-        describe(understand(read_file(path)))._replace(arrays=arrays, description=about),
+        to_arrays(from_arrays(read_file(path)))._replace(arrays=arrays, description=about),
         compress=False,
     )
 

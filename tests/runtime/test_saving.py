@@ -15,7 +15,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot import container
 from kvcellar.snapshot.container import read_description, read_file
-from kvcellar.snapshot.native import understand
+from kvcellar.snapshot.native import from_arrays
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import (
@@ -57,7 +57,7 @@ def closing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def saved(path: Path) -> Snapshot:
-    return understand(read_file(path))
+    return from_arrays(read_file(path))
 
 
 def n_decoded(context: Context) -> int:

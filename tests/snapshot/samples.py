@@ -15,7 +15,7 @@ from kvcellar.cache.content import (
     StateData,
     WindowData,
 )
-from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import SavedText, Snapshot, fingerprint
 from kvcellar.types import (
     CacheSpec,
@@ -133,7 +133,7 @@ def _text(rng: np.random.Generator, number: int, size: int) -> SavedText:
 
 def assert_same(a: Snapshot, b: Snapshot) -> None:
     """See that two snapshots are equal, byte for byte."""
-    one, other = describe(a), describe(b)
+    one, other = to_arrays(a), to_arrays(b)
     assert one.description == other.description
     assert list(one.arrays) == list(other.arrays)
     for name, array in one.arrays.items():

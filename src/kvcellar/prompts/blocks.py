@@ -31,7 +31,7 @@ from kvcellar.prompts.misses import Wanted
 from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
-from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
 from kvcellar.stores.base import Buffer, Note
 from kvcellar.types import CacheSpec, StateSpec
@@ -157,8 +157,8 @@ class Blocks:
         ids = [sequence.seq_id]
         content = state_get(context.cache, ids, start, start + self._size, checkpoints=False)
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        described = describe(stored(context, snapshot, self._how))
-        return to_bytes(described, compress=self._how.compress)
+        packed = to_arrays(stored(context, snapshot, self._how))
+        return to_bytes(packed, compress=self._how.compress)
 
     def read(self, i: int, value: Buffer) -> SequenceData:
         """What :meth:`take` returned, in the types that it was stored in.

@@ -23,7 +23,7 @@ from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
 from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
 from kvcellar.snapshot.container import read_snapshot, write_file
-from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import (
     Plain,
     SavedText,
@@ -45,13 +45,13 @@ def save_file(
 ) -> int:
     """Write sequences to a file; returns its bytes."""
     snapshot = take_snapshot(context, texts, options)
-    return write_file(Path(path), describe(snapshot), compress=options.compress)
+    return write_file(Path(path), to_arrays(snapshot), compress=options.compress)
 
 
 def save_part(text: Text, path: str | Path, start: int, stop: int | None, how: SaveOptions) -> int:
     """Write tokens ``[start, stop)`` of a sequence to a file; returns its bytes."""
     snapshot = take_part(text, start, stop, how)
-    return write_file(Path(path), describe(snapshot), compress=how.compress)
+    return write_file(Path(path), to_arrays(snapshot), compress=how.compress)
 
 
 def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions) -> Snapshot:

@@ -28,7 +28,7 @@ from safetensors.numpy import save, save_file
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.native import VERSION, Arrays, Described, understand
+from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
 
@@ -101,14 +101,14 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 }
 
 
-def write_file(path: Path, described: Described, *, compress: bool) -> int:
+def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
     """Write a file, whole or not at all; returns its bytes.
 
     Raises:
         SnapshotFileError: it cannot be written; what was there is as it was.
         LibraryError: compression needs a library that is not installed.
     """
-    arrays, metadata = _finish(described, compress)
+    arrays, metadata = _finish(packed, compress)
     with replacing(path) as beside:
         try:
             save_file(arrays, beside, metadata)
@@ -117,7 +117,7 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
         return beside.stat().st_size
 
 
-def read_file(path: Path) -> Described:
+def read_file(path: Path) -> SnapshotArrays:
     """Read a file.
 
     Raises:
@@ -148,13 +148,13 @@ def read_description(path: Path) -> dict[str, Any]:
         return {**about, **{name: metadata.get(name) for name in ("version", "kvcellar")}}
 
 
-def to_bytes(described: Described, *, compress: bool) -> bytes:
+def to_bytes(packed: SnapshotArrays, *, compress: bool) -> bytes:
     """What a file would hold."""
-    arrays, metadata = _finish(described, compress)
+    arrays, metadata = _finish(packed, compress)
     return bytes(save(arrays, metadata))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Described:
+def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
     """Read what :func:`to_bytes` returned; raises as :func:`read_file` does."""
     whole = bytes(data)
     try:
@@ -170,15 +170,15 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Described:
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
 
 
-def _finish(described: Described, compress: bool) -> tuple[Arrays, dict[str, str]]:
+def _finish(packed: SnapshotArrays, compress: bool) -> tuple[Arrays, dict[str, str]]:
     stored, about = Arrays(), dict[str, Any]()
-    for name, array in described.arrays.items():
+    for name, array in packed.arrays.items():
         # A row of no bytes has nothing to hash; safetensors keeps its shape.
         plain = np.ascontiguousarray(array)
         kept, codec = pack(plain) if compress else (plain, None)
         stored[name] = kept
         about[name] = {"hash": _hash(kept), **({} if codec is None else codec)}
-    body = json.dumps({**described.description, "arrays": about}, separators=(",", ":"))
+    body = json.dumps({**packed.description, "arrays": about}, separators=(",", ":"))
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -213,7 +213,7 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 def _verified(
     metadata: Mapping[str, str] | None, names: list[str], get: Callable[[str], AnyArray]
-) -> Described:
+) -> SnapshotArrays:
     about = _description(metadata)
     listed = about.pop("arrays")
     if set(listed) != set(names):
@@ -229,7 +229,7 @@ def _verified(
         if _hash(array) != wanted.get("hash"):
             raise SnapshotFileError(f"the array {name} is damaged")
         arrays[name] = unpack(array, wanted) if "codec" in wanted else array
-    return Described(arrays, about)
+    return SnapshotArrays(arrays, about)
 
 
 def _hash(data: AnyArray | bytes) -> str:
@@ -273,9 +273,9 @@ def read_snapshot(path: str | Path) -> Snapshot:
         SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    return understand(read_file(Path(path)))
+    return from_arrays(read_file(Path(path)))
 
 
 def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
     """The snapshot in a value of a store; raises as :func:`read_snapshot` does."""
-    return understand(from_bytes(value))
+    return from_arrays(from_bytes(value))

@@ -30,14 +30,14 @@ Arrays = dict[str, AnyArray]
 _DTYPES: Mapping[KVType, str] = {KVType.F32: "<f4", KVType.F16: "<f2"}
 
 
-class Described(NamedTuple):
+class SnapshotArrays(NamedTuple):
     """What a snapshot is in a file: arrays by name, and what they mean."""
 
     arrays: Arrays
     description: dict[str, Plain]
 
 
-def describe(snapshot: Snapshot) -> Described:
+def to_arrays(snapshot: Snapshot) -> SnapshotArrays:
     """A snapshot as arrays and a description; arrays are views where they can be."""
     content, arrays = snapshot.content, Arrays()
     groups: list[Plain] = []
@@ -66,22 +66,22 @@ def describe(snapshot: Snapshot) -> Described:
         "texts": texts,
         "note": dict(snapshot.note),
     }
-    return Described(arrays, description)
+    return SnapshotArrays(arrays, description)
 
 
-def understand(described: Described) -> Snapshot:
+def from_arrays(packed: SnapshotArrays) -> Snapshot:
     """The snapshot that was described.
 
     Raises:
         SnapshotFileError: an array or a field is missing or of another kind.
     """
     try:
-        return _understand(described.arrays, described.description)
+        return _from_arrays(packed.arrays, packed.description)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise SnapshotFileError(f"the snapshot's description is damaged: {error!r}") from error
 
 
-def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
+def _from_arrays(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
     n_seqs = int(about["n_seqs"])
     if len(about["texts"]) != n_seqs:
         raise ValueError(f"{len(about['texts'])} texts of {n_seqs} sequences")
