@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def to_arrays(model: Path, threads: int, repeats: int) -> dict[str, Any]:
+def describe(model: Path, threads: int, repeats: int) -> dict[str, Any]:
     """Processor, system, model and settings; nothing that names the machine or a person."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),

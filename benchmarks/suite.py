@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _case import Sizes
-from _machine import available_cores, to_arrays
+from _machine import available_cores, describe
 from _peers import locate
 from _plot import svg
 from _results import Results
@@ -37,7 +37,7 @@ WIDTH = 140  # of the table in a file or a pipe
 def measure(args: argparse.Namespace, results: Results) -> bool:
     """Run what was asked for; whether it came to its end."""
     model = find_model(args.model)
-    results.about = to_arrays(model, args.threads, args.repeats)
+    results.about = describe(model, args.threads, args.repeats)
     installed, missing = locate(args.peer_python)
     for name, why in missing.items():
         results.note(f"skipped {name}: {why}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.prompts.misses import Wanted, mark
+from kvcellar.prompts.misses import BlockRef, mark
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.redis import RedisStore
 from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, listed, spoil, tree, value_file
@@ -139,7 +139,7 @@ def test_keys_that_name_nothing_or_too_much(
 
 def test_a_mark_in_place_of_a_block(invoke: Invoke, filled: Path) -> None:
     store = DiskStore(filled)
-    mark(store, Wanted("marked", "parent", 8, [], "text", "model"), "no checkpoint")
+    mark(store, BlockRef("marked", "parent", 8, [], "text", "model"), "no checkpoint")
     store.close()
     listing = invoke("cache", "list", filled).stdout
     assert "1 of them only say why a block could not be stored" in listing
@@ -159,7 +159,7 @@ def test_a_block_that_came_after_its_mark(
     """Its key, as it is listed, names the block; the mark has a name of its own."""
     key = entries[2]["key"]
     store = DiskStore(filled)
-    mark(store, Wanted(key, entries[1]["key"], 16, RIGHT, "text", "model"), "window slid")
+    mark(store, BlockRef(key, entries[1]["key"], 16, RIGHT, "text", "model"), "window slid")
     store.close()
     assert f" {key[:8]} " in f" {invoke('cache', 'list', filled).stdout} ".replace("\n", " ")
     for prefix in (key[:8], key):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcellar.errors import StoreError
-from kvcellar.prompts.cache import PromptCache, Reuse
+from kvcellar.prompts.cache import CacheHit, PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence as Text
 from kvcellar.stores.base import Buffer, Note
@@ -26,27 +26,27 @@ def n_computed(context: Context) -> int:
 
 def append(
     prompts: PromptCache, context: Context, tokens: Sequence[int] | str
-) -> tuple[Reuse, Float32Array, Text]:
+) -> tuple[CacheHit, Float32Array, Text]:
     """A new sequence with a text: what was reused, and its logits.
 
     Exactly the tokens that were not reused have been decoded.
     """
     before, sequence = n_computed(context), context.sequence()
-    reuse = prompts.append(sequence, tokens)
-    assert n_computed(context) - before == reuse.n_tokens - reuse.n_reused
+    hit = prompts.append(sequence, tokens)
+    assert n_computed(context) - before == hit.n_tokens - hit.n_reused
     logits = sequence.logits
-    assert n_computed(context) - before == reuse.n_tokens - reuse.n_reused
+    assert n_computed(context) - before == hit.n_tokens - hit.n_reused
     context.cache.check()
-    return reuse, logits, sequence
+    return hit, logits, sequence
 
 
 def n_reused(prompts: PromptCache, context: Context, tokens: Sequence[int]) -> int:
     """How many tokens of a text could be restored; nothing is computed and nothing stored."""
     with context.sequence() as sequence:
-        reuse = prompts.restore(sequence, tokens)
-        assert len(sequence) == reuse.n_reused
-        assert sequence.tokens == list(tokens)[: reuse.n_reused]
-        return reuse.n_reused
+        hit = prompts.restore(sequence, tokens)
+        assert len(sequence) == hit.n_reused
+        assert sequence.tokens == list(tokens)[: hit.n_reused]
+        return hit.n_reused
 
 
 def why(prompts: PromptCache, context: Context, tokens: Sequence[int]) -> tuple[str, int]:

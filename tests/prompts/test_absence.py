@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcellar.prompts.cache import PromptCache
-from kvcellar.prompts.misses import Absence
+from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.stores.base import Absence as Gone
 from kvcellar.stores.disk import DiskStore
@@ -66,8 +66,8 @@ def test_ends_of_texts_are_evicted_first(context: Context) -> None:
     prompts = PromptCache(store, block_size=BLOCK)
     _, logits, _ = append(prompts, context, TOKENS)
     assert why(prompts, context, TOKENS) == ("evicted", 48)
-    reuse, again, _ = append(prompts, context, TOKENS)
-    assert reuse == (type(reuse))(70, 48, Absence("evicted", 48))
+    hit, again, _ = append(prompts, context, TOKENS)
+    assert hit == (type(hit))(70, 48, Miss("evicted", 48))
     assert nmse(again, logits) < SAME
     assert store.bytes_used <= 3 * size
     append(prompts, context, text(2, 20))
@@ -92,8 +92,8 @@ def test_a_text_in_use_keeps_its_beginning(context: Context) -> None:
 def test_a_store_too_small_for_any_block(context: Context) -> None:
     prompts = PromptCache(MemoryStore(100), block_size=BLOCK)
     append(prompts, context, TOKENS)
-    reuse, logits, sequence = append(prompts, context, TOKENS)
-    assert reuse.why == Absence("nothing stored", 0)
+    hit, logits, sequence = append(prompts, context, TOKENS)
+    assert hit.why == Miss("nothing stored", 0)
     assert nmse(logits, fresh(context, TOKENS)) < SAME
     assert prompts.store(sequence) == 0
 
@@ -156,8 +156,8 @@ def test_windows_kept_in_full_share_blocks_no_longer_than_a_window(
         for size in (16, 32):
             prompts = PromptCache(MemoryStore(), block_size=size)
             append(prompts, one, tokens)[2].close()
-            reuse, logits, sequence = append(prompts, two, tokens)
-            assert reuse.n_reused == 288
+            hit, logits, sequence = append(prompts, two, tokens)
+            assert hit.n_reused == 288
             assert nmse(logits, fresh(full, tokens)) < SAME
             sequence.trim(150).append([5])  # all that is kept can be gone back to
             assert nmse(sequence.logits, fresh(full, [*tokens[:150], 5])) < SAME
@@ -188,9 +188,9 @@ def test_what_is_not_kept_cannot_be_stored_afterwards(
         assert (sequence.tokens, keys(store)) == ([*tokens, 7], [])
         assert nmse(sequence.logits, logits) == 0
         assert why(prompts, context, tokens) == (cause, 0)
-        reuse, _, _ = append(prompts, context, tokens)
-        assert reuse.why is not None
-        assert (reuse.why.cause, reuse.n_reused) == (cause, 0)
+        hit, _, _ = append(prompts, context, tokens)
+        assert hit.why is not None
+        assert (hit.why.cause, hit.n_reused) == (cause, 0)
         assert prompts.store(sequence) == 300 // BLOCK
         assert why(prompts, context, tokens) == ("no whole block", 288)
 
@@ -225,8 +225,8 @@ def test_damaged_blocks_are_dropped_computed_and_stored_again(shared: Path, arch
             spoil(store, key)
             assert why(prompts, context, TOKENS) == ("damaged", start)
             assert not store.has(key)
-            reuse, again, sequence = append(prompts, context, TOKENS)
-            assert reuse.n_reused == start
+            hit, again, sequence = append(prompts, context, TOKENS)
+            assert hit.n_reused == start
             assert nmse(again, logits) < SAME
             assert n_reused(prompts, context, TOKENS) == 64
             sequence.close()
@@ -267,8 +267,8 @@ def test_damaged_files_are_computed_again(context: Context, tmp_path: Path) -> N
             break
     cause, start = why(prompts, context, TOKENS)
     assert cause == "damaged"
-    reuse, logits, _ = append(prompts, context, TOKENS)
-    assert reuse.n_reused == start
+    hit, logits, _ = append(prompts, context, TOKENS)
+    assert hit.n_reused == start
     assert nmse(logits, fresh(context, TOKENS)) < SAME
     assert n_reused(prompts, context, TOKENS) == 64
     store.close()
@@ -281,8 +281,8 @@ def test_a_store_that_cannot_be_written_may_be_read(context: Context, tmp_path: 
     store = DiskStore(tmp_path / "store", read_only=True)
     prompts = PromptCache(store, block_size=BLOCK)
     assert n_reused(prompts, context, TOKENS) == 64
-    reuse, logits, _ = append(prompts, context, TOKENS)  # nothing has to be stored
-    assert reuse.n_reused == 64
+    hit, logits, _ = append(prompts, context, TOKENS)  # nothing has to be stored
+    assert hit.n_reused == 64
     assert nmse(logits, fresh(context, TOKENS)) < SAME
     store.close()
 

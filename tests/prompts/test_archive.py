@@ -75,8 +75,8 @@ def test_what_came_over_is_found(exported: Path, model_path: Path) -> None:
     import_blocks(other, exported)
     with Model.from_gguf(model_path, n_threads=1) as model:
         prompts = PromptCache(other, block_size=SIZE)
-        reuse = prompts.append(model.context(n_ctx=32).sequence(), [*TEXT, 5])
-    assert reuse.n_reused == len(TEXT)
+        hit = prompts.append(model.context(n_ctx=32).sequence(), [*TEXT, 5])
+    assert hit.n_reused == len(TEXT)
 
 
 def test_the_end_of_a_text_leaves_first(full: MemoryStore, exported: Path) -> None:

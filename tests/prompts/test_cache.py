@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import BatchError, ClosedError, OptionError
-from kvcellar.prompts.cache import PromptCache, Reuse
-from kvcellar.prompts.misses import Absence
+from kvcellar.prompts.cache import CacheHit, PromptCache
+from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
@@ -48,9 +48,9 @@ def test_a_restored_prompt_has_the_logits_of_the_run_that_stored_it(
     ):
         first, logits, sequence = append(prompts, one, tokens)
         assert (first.n_tokens, first.n_reused) == (LONG, 0)
-        assert first.why == Absence("nothing stored", 0)
+        assert first.why == Miss("nothing stored", 0)
         again, restored, other = append(prompts, two, tokens)
-        assert again == Reuse(LONG, 64, Absence("no whole block", 64))
+        assert again == CacheHit(LONG, 64, Miss("no whole block", 64))
         np.testing.assert_array_equal(restored, logits)
         np.testing.assert_array_equal(sequence.append([3]).logits, other.append([3]).logits)
         assert other.tokens == [*tokens, 3]
@@ -61,8 +61,8 @@ def test_windows_that_slid_are_restored(shared: Path, prompts: PromptCache, arch
     tokens = text(2, 300)
     with opened(shared, arch, n_ctx=1024, **F32) as context:
         _, logits, _ = append(prompts, context, tokens)
-        reuse, restored, sequence = append(prompts, context, tokens)
-        assert reuse.n_reused == 288
+        hit, restored, sequence = append(prompts, context, tokens)
+        assert hit.n_reused == 288
         assert nmse(restored, logits) < SAME
         assert nmse(sequence.append(text(3, 9)).logits, fresh(context, tokens + text(3, 9))) < SAME
 
@@ -77,8 +77,8 @@ def test_whole_blocks_are_reused_and_the_last_token_is_computed(
     tokens = text(4, n)
     with opened(shared, arch, **F32) as context:
         append(prompts, context, tokens)
-        reuse, logits, _ = append(prompts, context, tokens)
-        assert reuse == Reuse(n, n_restored, Absence("no whole block", n_restored))
+        hit, logits, _ = append(prompts, context, tokens)
+        assert hit == CacheHit(n, n_restored, Miss("no whole block", n_restored))
         assert nmse(logits, fresh(context, tokens)) < SAME
 
 
@@ -90,8 +90,8 @@ def test_the_longest_beginning_in_common_is_restored(
     two[40] = (two[40] + 1) % 128
     with opened(shared, arch, **F32) as context:
         append(prompts, context, one)
-        reuse, logits, _ = append(prompts, context, two)
-        assert reuse == Reuse(50, 32, Absence("diverged", 40))
+        hit, logits, _ = append(prompts, context, two)
+        assert hit == CacheHit(50, 32, Miss("diverged", 40))
         assert nmse(logits, fresh(context, two)) < SAME
         longer, logits, _ = append(prompts, context, two + one)
         assert longer.n_reused == 48
@@ -113,8 +113,8 @@ def test_blocks_behind_one_that_is_not_there_are_not_used(
     _, logits, _ = append(prompts, context, tokens)
     third = next(entry for entry in store.entries() if entry.note["start"] == 32)
     store.delete(third.key)
-    reuse, restored, _ = append(prompts, context, tokens)
-    assert reuse == Reuse(64, 32, Absence("nothing stored", 32))
+    hit, restored, _ = append(prompts, context, tokens)
+    assert hit == CacheHit(64, 32, Miss("nothing stored", 32))
     assert nmse(restored, logits) < SAME
     assert n_reused(prompts, context, tokens) == 48
 
@@ -127,11 +127,11 @@ def test_a_text_that_grows_is_stored_as_it_grows(
     with opened(shared, arch, **F32) as context:
         sequence = context.sequence()
         for start, stop in [(0, 7), (7, 20), (20, 21), (21, 60), (60, 75)]:
-            reuse = prompts.append(sequence, tokens[start:stop])
-            assert (reuse.n_tokens, reuse.n_reused) == (stop - start, 0)
-            assert (reuse.why is None) == (start > 0)
-        reuse, logits, _ = append(prompts, context, tokens)
-        assert reuse.n_reused == 64
+            hit = prompts.append(sequence, tokens[start:stop])
+            assert (hit.n_tokens, hit.n_reused) == (stop - start, 0)
+            assert (hit.why is None) == (start > 0)
+        hit, logits, _ = append(prompts, context, tokens)
+        assert hit.n_reused == 64
         assert nmse(logits, sequence.logits) < SAME
 
 
@@ -146,8 +146,8 @@ def test_tokens_that_wait_are_part_of_the_text(
         sequence.push(tokens[30])
         prompts.append(sequence, tokens[31:])
         assert sequence.tokens == tokens
-        reuse, logits, _ = append(prompts, context, tokens)
-        assert reuse.n_reused == 32
+        hit, logits, _ = append(prompts, context, tokens)
+        assert hit.n_reused == 32
         assert nmse(logits, fresh(context, tokens)) < SAME
 
 
@@ -163,8 +163,8 @@ def test_storing_afterwards(shared: Path, prompts: PromptCache, arch: str) -> No
         sequence.push(3)
         assert prompts.store(sequence) == 3
         assert prompts.store(sequence) == 3
-        reuse, logits, _ = append(prompts, context, tokens)
-        assert reuse.n_reused == 48
+        hit, logits, _ = append(prompts, context, tokens)
+        assert hit.n_reused == 48
         assert nmse(logits, fresh(context, tokens)) < SAME
 
 
@@ -177,8 +177,8 @@ def test_scattered_cells_are_stored_and_restored(context: Context, prompts: Prom
     holes.close()
     sequence.trim(10).append(tokens[50:])  # in cells that lie before the others
     assert prompts.store(sequence) == 3
-    reuse, logits, _ = append(prompts, context, tokens)
-    assert reuse.n_reused == 48
+    hit, logits, _ = append(prompts, context, tokens)
+    assert hit.n_reused == 48
     assert nmse(logits, sequence.logits) < SAME
 
 
@@ -198,8 +198,8 @@ def test_restore_alone_leaves_the_rest_to_be_appended(
     tokens = text(13, 40)
     append(prompts, context, tokens)
     before, sequence = n_computed(context), context.sequence()
-    reuse = prompts.restore(sequence, tokens)
-    assert (reuse.n_reused, n_computed(context)) == (32, before)
+    hit = prompts.restore(sequence, tokens)
+    assert (hit.n_reused, n_computed(context)) == (32, before)
     sequence.append(tokens[32:])
     assert nmse(sequence.logits, fresh(context, tokens)) < SAME
     with pytest.raises(OptionError, match=f"sequence {sequence.seq_id} is not empty"):
@@ -239,7 +239,7 @@ def test_what_cannot_be_a_prompt_is_refused(
     for bad in ([2**40], [-(2**40)]):
         with pytest.raises(BatchError):
             prompts.restore(sequence, bad)
-    assert prompts.restore(sequence, []) == Reuse(0, 0, Absence("no whole block", 0))
+    assert prompts.restore(sequence, []) == CacheHit(0, 0, Miss("no whole block", 0))
     assert keys(store) == []
     sequence.close()
     for verb in (prompts.append, prompts.restore):
@@ -255,10 +255,10 @@ def test_block_sizes_that_cannot_be_are_refused(store: MemoryStore, size: int) -
 
 def test_the_largest_block_fits_into_a_note(store: MemoryStore) -> None:
     """Whatever ids its tokens have."""
-    from kvcellar.prompts.misses import Wanted, note_of
+    from kvcellar.prompts.misses import BlockRef, note_of
 
     tokens = [2**31 - 1] * PromptCache(store, block_size=4096).block_size
-    note = note_of(Wanted("0" * 64, "0" * 64, 2**31, tokens, "0" * 64, "0" * 16))
+    note = note_of(BlockRef("0" * 64, "0" * 64, 2**31, tokens, "0" * 64, "0" * 16))
     assert store.put("a", [b"1"], note)
 
 
@@ -266,13 +266,13 @@ def test_the_largest_block_fits_into_a_note(store: MemoryStore) -> None:
 def test_blocks_of_other_sizes(context: Context, store: MemoryStore, size: int) -> None:
     prompts, tokens = PromptCache(store, block_size=size), text(15, 33)
     append(prompts, context, tokens)
-    reuse, logits, _ = append(prompts, context, tokens)
-    assert reuse.n_reused == 32 // size * size
+    hit, logits, _ = append(prompts, context, tokens)
+    assert hit.n_reused == 32 // size * size
     assert nmse(logits, fresh(context, tokens)) < SAME
     assert why(PromptCache(store, block_size=7), context, tokens) == ("nothing stored", 0)
 
 
 def test_it_says_what_it_did(context: Context, prompts: PromptCache) -> None:
-    reuse, _, sequence = append(prompts, context, text(16, 20))
-    assert str(reuse) == "0 of 20 tokens reused: nothing is stored from token 0 on"
+    hit, _, sequence = append(prompts, context, text(16, 20))
+    assert str(hit) == "0 of 20 tokens reused: nothing is stored from token 0 on"
     assert str(prompts.append(sequence, [1, 2])) == "0 of 2 tokens reused"

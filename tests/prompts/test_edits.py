@@ -13,7 +13,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.errors import LibraryError, OptionError
 from kvcellar.prompts.cache import PromptCache
-from kvcellar.prompts.misses import Absence
+from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.stores.memory import MemoryStore
@@ -117,8 +117,8 @@ def test_nothing_is_stored_behind_an_edit(
         edited = sequence.fork() if by == "fork" else sequence
         assert prompts.store(edited) == n_clean // BLOCK
     found = sequence.tokens
-    reuse, logits, _ = append(prompts, context, [token for token in found if token >= 0])
-    assert reuse.n_reused == n_clean // BLOCK * BLOCK
+    hit, logits, _ = append(prompts, context, [token for token in found if token >= 0])
+    assert hit.n_reused == n_clean // BLOCK * BLOCK
     assert nmse(logits, fresh(context, [token for token in found if token >= 0])) < SAME
 
 
@@ -129,8 +129,8 @@ def test_what_is_computed_behind_an_older_text_is_clean_again(
     sequence.remove(40, 45)
     sequence.trim(len(sequence) - 40).append(text(3, 30))
     assert prompts.store(sequence) == 4
-    reuse, logits, _ = append(prompts, context, sequence.tokens)
-    assert reuse.n_reused == 64
+    hit, logits, _ = append(prompts, context, sequence.tokens)
+    assert hit.n_reused == 64
     assert nmse(logits, fresh(context, sequence.tokens)) < SAME
 
 
@@ -155,8 +155,8 @@ def test_what_was_restored_can_be_taken_back(
             attempt.rollback()
         context.cache.check()
         assert (len(sequence), len(keys(store))) == (0, 8)
-        reuse = prompts.append(sequence, TOKENS + TOKENS)
-        assert reuse.n_reused == 128
+        hit = prompts.append(sequence, TOKENS + TOKENS)
+        assert hit.n_reused == 128
         assert nmse(sequence.logits, fresh(context, TOKENS + TOKENS)) < SAME
 
 
@@ -169,10 +169,10 @@ def test_what_is_computed_again_after_an_edit_is_stored(
         sequence = context.sequence(TOKENS)
         sequence.remove(20, 25)
         prompts.append(sequence, text(3, 40))
-        reuse, logits, _ = append(prompts, context, sequence.tokens)
+        hit, logits, _ = append(prompts, context, sequence.tokens)
         assert nmse(sequence.logits, fresh(context, sequence.tokens)) < SAME
         assert nmse(logits, sequence.logits) < SAME
-        assert reuse.n_reused < len(sequence)
+        assert hit.n_reused < len(sequence)
 
 
 def test_forks_and_trimmed_texts_are_stored(context: Context, prompts: PromptCache) -> None:
@@ -182,8 +182,8 @@ def test_forks_and_trimmed_texts_are_stored(context: Context, prompts: PromptCac
     assert n_reused(prompts, context, TOKENS) == 32
     assert prompts.store(sequence) == 4
     for one in (fork, sequence):
-        reuse, logits, _ = append(prompts, context, one.tokens)
-        assert reuse.n_reused == 64
+        hit, logits, _ = append(prompts, context, one.tokens)
+        assert hit.n_reused == 64
         assert nmse(logits, one.logits) < SAME
 
 
@@ -198,8 +198,8 @@ def test_other_types_are_smaller_and_less_exact(context: Context, store: MemoryS
     _, logits, _ = append(prompts, context, TOKENS)
     append(PromptCache(exact, block_size=BLOCK), context, TOKENS)
     assert store.bytes_used < exact.bytes_used * 0.6
-    reuse, restored, _ = append(prompts, context, TOKENS)
-    assert reuse.n_reused == 64
+    hit, restored, _ = append(prompts, context, TOKENS)
+    assert hit.n_reused == 64
     assert SAME < nmse(restored, logits) < 0.05
     assert why(PromptCache(store, block_size=BLOCK), context, TOKENS) == ("other types", 0)
 
@@ -229,11 +229,11 @@ def test_one_type_for_contexts_of_several(context: Context, store: MemoryStore) 
     plain = PromptCache(store, block_size=BLOCK)
     with context.model.context(n_ctx=512, n_ubatch=16) as small:
         _, logits, _ = append(plain, small, TOKENS)
-        reuse, again, _ = append(as_f16, small, TOKENS)
-        assert reuse.n_reused == 64
+        hit, again, _ = append(as_f16, small, TOKENS)
+        assert hit.n_reused == 64
         np.testing.assert_array_equal(again, logits)
-        reuse, other, _ = append(as_f16, context, TOKENS)
-        assert reuse.n_reused == 64
+        hit, other, _ = append(as_f16, context, TOKENS)
+        assert hit.n_reused == 64
         assert 0 < nmse(other, logits) < 1e-4
         assert plain.store(context.sequences[-1]) == 0
 
@@ -243,8 +243,8 @@ def test_compressed_blocks_are_found_by_all(context: Context, store: MemoryStore
     packed = PromptCache(store, block_size=BLOCK, compress=True)
     _, logits, _ = append(packed, context, [3] * 70)
     for prompts in (packed, PromptCache(store, block_size=BLOCK)):
-        reuse, again, _ = append(prompts, context, [3] * 70)
-        assert reuse.n_reused == 64
+        hit, again, _ = append(prompts, context, [3] * 70)
+        assert hit.n_reused == 64
         assert nmse(again, logits) < SAME
 
 
@@ -258,10 +258,10 @@ def test_without_the_library_compressed_blocks_are_left_alone(
     held = list(store.entries())
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zstandard", None)
-        reuse, again, _ = append(PromptCache(store, block_size=BLOCK), context, [3] * 70)
-    assert reuse.n_reused == 0
-    assert reuse.why == Absence("compressed", 0)
-    assert "kvcellar[zstd]" in str(reuse.why)
+        hit, again, _ = append(PromptCache(store, block_size=BLOCK), context, [3] * 70)
+    assert hit.n_reused == 0
+    assert hit.why == Miss("compressed", 0)
+    assert "kvcellar[zstd]" in str(hit.why)
     np.testing.assert_array_equal(again, logits)
     assert [entry.key for entry in store.entries()] == [entry.key for entry in held]
     assert append(packed, context, [3] * 70)[0].n_reused == 64
@@ -303,8 +303,8 @@ def test_contexts_that_differ_in_how_but_not_in_what(
     with opened(shared, arch, **F32) as one:
         _, logits, _ = append(prompts, one, TOKENS)
         with one.model.context(**{"n_ctx": 512, **F32, **options}) as two:
-            reuse, again, _ = append(prompts, two, TOKENS)
-            assert reuse.n_reused == 64
+            hit, again, _ = append(prompts, two, TOKENS)
+            assert hit.n_reused == 64
             assert nmse(again, logits) < SAME
 
 
@@ -314,6 +314,6 @@ def test_backends_share_what_they_stored(shared: Path, prompts: PromptCache) -> 
         opened(shared, "llama-dense", "numpy", **F32) as two,
     ):
         _, logits, _ = append(prompts, one, TOKENS[:36])
-        reuse, again, _ = append(prompts, two, TOKENS[:36])
-        assert reuse.n_reused == 32
+        hit, again, _ = append(prompts, two, TOKENS[:36])
+        assert hit.n_reused == 32
         assert nmse(again, logits) < SAME

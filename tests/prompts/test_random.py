@@ -87,11 +87,11 @@ class Play:
         """The logits are those of a fresh decode, unless K and V were moved within the cache."""
         sequence, tokens = self.sequences[which], self.tokens[which]
         before, n_held = n_computed(self.context), self.context.cache.seq_count(sequence.seq_id)
-        reuse = self.prompts.append(sequence, new)
-        n_new = len(tokens) + len(new) - (n_held + reuse.n_reused)
+        hit = self.prompts.append(sequence, new)
+        n_new = len(tokens) + len(new) - (n_held + hit.n_reused)
         assert n_computed(self.context) - before == n_new
-        assert reuse.n_reused % SIZE == 0
-        assert reuse.n_reused < reuse.n_tokens == len(new)
+        assert hit.n_reused % SIZE == 0
+        assert hit.n_reused < hit.n_tokens == len(new)
         tokens += new
         if sequence.tainted is None:
             check_logits(self.context, sequence.logits, tokens)

@@ -15,7 +15,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.errors import CacheFull, ClosedError, StoreError
 from kvcellar.prompts.cache import PromptCache
-from kvcellar.prompts.misses import Absence
+from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.stores.base import Buffer
 from kvcellar.stores.disk import DiskStore
@@ -123,9 +123,9 @@ def test_a_store_that_fails_costs_no_text(context: Context, verb: str) -> None:
     assert sequence.tokens == TOKENS + text(2, 30)
     prompts.append(sequence, text(3, 20))
     whole = TOKENS + text(2, 30) + text(3, 20)
-    reuse, logits, _ = append(prompts, context, whole)
+    hit, logits, _ = append(prompts, context, whole)
     assert nmse(logits, fresh(context, whole)) < SAME
-    assert reuse.n_reused == (112 if "llama" in str(context.model.path) else 32)
+    assert hit.n_reused == (112 if "llama" in str(context.model.path) else 32)
 
 
 @pytest.mark.parametrize("verb", ["get", "has"])
@@ -159,9 +159,9 @@ def test_a_damaged_block_that_cannot_be_dropped_is_not_used(llama: Context) -> N
     key = keys(store)[0]
     store._held[key] = b"nonsense", store._held[key][1]
     with failing(store, "delete"):
-        reuse, logits, _ = append(prompts, llama, TOKENS)
-    assert reuse.why is not None
-    assert (reuse.n_reused, reuse.why.cause) == (48, "damaged")
+        hit, logits, _ = append(prompts, llama, TOKENS)
+    assert hit.why is not None
+    assert (hit.n_reused, hit.why.cause) == (48, "damaged")
     assert nmse(logits, fresh(llama, TOKENS)) < SAME
 
 
@@ -191,8 +191,8 @@ def test_a_block_that_leaves_while_others_are_read(llama: Context) -> None:
     """As another process may do; what is before it is used."""
     prompts = PromptCache(ForgetfulStore(), block_size=BLOCK)
     append(prompts, llama, TOKENS)
-    reuse, logits, _ = append(prompts, llama, TOKENS)
-    assert (reuse.n_reused, reuse.why) == (32, Absence("evicted", 32))
+    hit, logits, _ = append(prompts, llama, TOKENS)
+    assert (hit.n_reused, hit.why) == (32, Miss("evicted", 32))
     assert nmse(logits, fresh(llama, TOKENS)) < SAME
 
 
@@ -279,8 +279,8 @@ def test_processes_share_a_folder(shared: Path, tmp_path: Path) -> None:
         for seed in range(5):
             assert three[seed] == (n_saved, one[seed][1])
             assert one[seed][1] == two[seed][1]
-            reuse, logits, sequence = append(prompts, context, shared_text(seed))
-            assert reuse.n_reused == n_saved
+            hit, logits, sequence = append(prompts, context, shared_text(seed))
+            assert hit.n_reused == n_saved
             assert sha256(logits.tobytes()).hexdigest() == one[seed][1]
             assert nmse(logits, fresh(context, shared_text(seed))) < SAME
             sequence.close()

@@ -25,9 +25,9 @@ def main(model_path: str, folder: str, *seeds: str) -> None:
     with Model.from_gguf(Path(model_path), n_threads=1) as model:
         context = model.context(**SIZES)
         for seed in map(int, seeds):
-            reuse, logits, sequence = append(prompts, context, shared_text(seed))
+            hit, logits, sequence = append(prompts, context, shared_text(seed))
             digest = sha256(logits.tobytes()).hexdigest()
-            sys.stdout.write(f"{seed} {reuse.n_reused} {digest}\n")
+            sys.stdout.write(f"{seed} {hit.n_reused} {digest}\n")
             sequence.close()
     store.close()
 

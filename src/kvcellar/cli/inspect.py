@@ -24,7 +24,7 @@ from kvcellar.cli.blocks import SHORT, Block, entry_data
 from kvcellar.cli.console import console_for, harmless, human_age, human_bytes, show
 from kvcellar.cli.store_tools import existing, find, value_of
 from kvcellar.errors import SnapshotFileError
-from kvcellar.prompts.misses import Absence, absent_of
+from kvcellar.prompts.misses import Miss, absent_of
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.model import Model
@@ -131,7 +131,7 @@ def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
     show(console_for(sys.stdout), *parts)
     if cause is not None:
         start = block.entry.note.get("start")
-        print(f"no block: {Absence(cause, start if isinstance(start, int) else 0)}")
+        print(f"no block: {Miss(cause, start if isinstance(start, int) else 0)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcellar.cli.console import Interrupt
-    from kvcellar.prompts.cache import PromptCache, Reuse
+    from kvcellar.prompts.cache import CacheHit, PromptCache
     from kvcellar.runtime.sequence import Sequence
 
 PATIENCE = 0.8  # seconds without a bar
@@ -31,7 +31,7 @@ def read_tokens(
     n_ubatch: int,
     interrupt: Interrupt,
     prompts: PromptCache | None = None,
-) -> Reuse | None:
+) -> CacheHit | None:
     """Append tokens to a sequence and compute them, as far as no prompt cache has them.
 
     Returns:
@@ -65,7 +65,7 @@ def read_tokens(
 
 def _read_through(
     prompts: PromptCache, sequence: Sequence, ids: list[int], interrupt: Interrupt
-) -> Reuse:
+) -> CacheHit:
     with _progress("reading the prompt", len(ids)) as advance:
 
         def on_piece(n: int) -> None:

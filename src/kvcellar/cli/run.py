@@ -15,7 +15,7 @@ from kvcellar.cli.prompt_store import PromptStore, kept
 from kvcellar.cli.stats import print_profile, print_stats
 
 if TYPE_CHECKING:
-    from kvcellar.prompts.cache import PromptCache, Reuse
+    from kvcellar.prompts.cache import CacheHit, PromptCache
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence
 
@@ -75,7 +75,7 @@ def run(
             finally:
                 output.end()
                 if stats:
-                    print_stats(context, output.seconds_to_first, done.reuse)
+                    print_stats(context, output.seconds_to_first, done.hit)
                 if recorded is not None:
                     print_profile(recorded)
 
@@ -85,7 +85,7 @@ class Completion:
     """A sequence, and what a prompt cache had of its prompt, once that is known."""
 
     sequence: Sequence
-    reuse: Reuse | None = None
+    hit: CacheHit | None = None
 
 
 def complete(
@@ -103,7 +103,7 @@ def complete(
         KeyboardInterrupt: Ctrl-C was pressed; likewise.
     """
     with Interrupt() as interrupt:
-        done.reuse = read_tokens(done.sequence, ids, answering.n_ubatch, interrupt, prompts)
+        done.hit = read_tokens(done.sequence, ids, answering.n_ubatch, interrupt, prompts)
         for piece in answering.stream(done.sequence):
             output.write(piece)
             interrupt.check()

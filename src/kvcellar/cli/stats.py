@@ -13,7 +13,7 @@ from kvcellar.cli.console import console_for, human_bytes, note, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvcellar.prompts.cache import Reuse
+    from kvcellar.prompts.cache import CacheHit
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.profile import Profile, StepTimes
 
@@ -55,14 +55,14 @@ def _how_measured(times: StepTimes) -> str:
 
 
 def print_stats(
-    context: Context, seconds_to_first: float | None, reuse: Reuse | None = None
+    context: Context, seconds_to_first: float | None, hit: CacheHit | None = None
 ) -> None:
     """Print everything about a run to stderr, a line each."""
     times, spec = context.timings, context.spec
     first = "none came" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
     used, size = map(human_bytes, _memory(context))
     rows = (
-        *(() if reuse is None else (("prompt", str(reuse)),)),
+        *(() if hit is None else (("prompt", str(hit)),)),
         ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
         ("decode", _rate(times.decode_tokens, times.decode_seconds)),
         ("first token", first),

@@ -27,7 +27,7 @@ from kvcellar.cache.hybrid import parts_of
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get
 from kvcellar.errors import SnapshotFileError
-from kvcellar.prompts.misses import Wanted
+from kvcellar.prompts.misses import BlockRef
 from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
@@ -136,9 +136,9 @@ class Blocks:
         self.keys = block_keys(self._root, tokens, size)
         self._texts = block_keys(root_key("", size, cache_salt), tokens, size)
 
-    def wanted(self, i: int) -> Wanted:
+    def block(self, i: int) -> BlockRef:
         """A block, to be noted or explained."""
-        return Wanted(
+        return BlockRef(
             key=self.keys[i],
             parent=self.keys[i - 1] if i else self._root,
             start=i * self._size,

@@ -44,7 +44,7 @@ from kvcellar.errors import (
     StoreError,
 )
 from kvcellar.prompts.blocks import Blocks, clean_tokens
-from kvcellar.prompts.misses import Absence, explain, mark, note_of
+from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
 from kvcellar.runtime.saving import put_into
@@ -102,7 +102,7 @@ class Spool:
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class CacheHit:
     """How much of a text did not have to be computed.
 
     Attributes:
@@ -113,7 +113,7 @@ class Reuse:
 
     n_tokens: int
     n_reused: int
-    why: Absence | None = None
+    why: Miss | None = None
 
     def __str__(self) -> str:
         reason = "" if self.why is None else f": {self.why}"
@@ -173,7 +173,7 @@ class PromptCache:
 
     def append(
         self, sequence: Sequence, prompt: str | Iterable[int], *, on_piece: OnPiece | None = None
-    ) -> Reuse:
+    ) -> CacheHit:
         """Add text or tokens to a sequence: restored as far as they are stored, else computed.
 
         Blocks that were not there are stored. Into a sequence that is not empty all is computed.
@@ -187,19 +187,19 @@ class PromptCache:
         """
         with sequence.context.exclusive(), Spool() as taken:
             new, n_before, failed = _ids(sequence, prompt), len(sequence), None
-            reuse = Reuse(len(new), 0)
+            hit = CacheHit(len(new), 0)
             if n_before:
                 text = self._known(sequence, new)
             else:
                 text = self._blocks(sequence.context, new)
                 try:
-                    reuse = self._restore(sequence, text)
+                    hit = self._restore(sequence, text)
                 except StoreError as error:
                     failed = error
             try:
                 most = sequence.context.n_ubatch if on_piece else max(1, len(new))
-                pieces = self._compute(sequence, new[reuse.n_reused :], text, taken, most)
-                for n_done in chain((reuse.n_reused,), pieces):
+                pieces = self._compute(sequence, new[hit.n_reused :], text, taken, most)
+                for n_done in chain((hit.n_reused,), pieces):
                     if on_piece is not None:
                         on_piece(n_done)
             except BaseException:
@@ -213,9 +213,9 @@ class PromptCache:
                 raise failed
             self._put_all(text, len(text.keys), self._taker(sequence, text, taken))
             taken.check()
-            return reuse
+            return hit
 
-    def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> Reuse:
+    def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> CacheHit:
         """Let an empty sequence hold the longest stored beginning of a text, but its last token.
 
         What is left has to be appended; that it is at least one token gives its logits.
@@ -251,44 +251,44 @@ class PromptCache:
 
     # -- restoring
 
-    def _restore(self, sequence: Sequence, text: Blocks) -> Reuse:
+    def _restore(self, sequence: Sequence, text: Blocks) -> CacheHit:
         sequence.rounded = ""
         pieces, why = self._find(text)
         if pieces:
             put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
             sequence.rounded = text.rounded
-        return Reuse(len(text.tokens), len(sequence), why)
+        return CacheHit(len(text.tokens), len(sequence), why)
 
-    def _find(self, text: Blocks) -> tuple[list[SequenceData], Absence]:
+    def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:
         """The blocks of a text from its start on, and why there are no more."""
         n_whole = max(0, len(text.tokens) - 1) // self.block_size
         n = self._n_there(text.keys[:n_whole])
         why = (
-            explain(self._store, text.wanted(n))
+            explain(self._store, text.block(n))
             if n < n_whole
-            else Absence("no whole block", n * self.block_size)
+            else Miss("no whole block", n * self.block_size)
         )
         pieces: list[SequenceData] = []
         for i in reversed(range(n)):
             piece = self._read(text, i)
-            if isinstance(piece, Absence):
+            if isinstance(piece, Miss):
                 pieces.clear()
                 why = piece
             else:
                 pieces.append(piece)
         return pieces[::-1], why
 
-    def _read(self, text: Blocks, i: int) -> SequenceData | Absence:
+    def _read(self, text: Blocks, i: int) -> SequenceData | Miss:
         """A block that was there a moment ago, or why it is not any more."""
         key = text.keys[i]
-        damaged = Absence("damaged", i * self.block_size)
+        damaged = Miss("damaged", i * self.block_size)
         if (value := self._store.get(key)) is None:
             gone = self._store.why_absent(key)
-            return damaged if gone == "never stored" else Absence(gone, damaged.token)
+            return damaged if gone == "never stored" else Miss(gone, damaged.token)
         try:
             return text.read(i, value)
         except LibraryError:
-            return Absence("compressed", i * self.block_size)
+            return Miss("compressed", i * self.block_size)
         except SnapshotError:
             with suppress(StoreError):  # it may be read-only
                 self._store.delete(key)
@@ -323,7 +323,7 @@ class PromptCache:
                     taken.add(i, text.take(sequence, i))
                 except NotSupported:
                     states = has_states(sequence.context.cache)
-                    mark(self._store, text.wanted(i), "no checkpoint" if states else "window slid")
+                    mark(self._store, text.block(i), "no checkpoint" if states else "window slid")
                     return i
         return len(text.keys)
 
@@ -339,7 +339,7 @@ class PromptCache:
         """Store those of the first n blocks that are not there; all of them count as used."""
         for i in reversed(range(n)):
             if not self._store.touch(text.keys[i]) and (value := take(i)) is not None:
-                self._store.put(text.keys[i], [value], note_of(text.wanted(i)))
+                self._store.put(text.keys[i], [value], note_of(text.block(i)))
 
     def _known(self, sequence: Sequence, new: list[int]) -> Blocks:
         """What may be stored of a sequence, once it goes on with new tokens."""

@@ -29,7 +29,7 @@ MAX_ENTRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class Miss:
     """Why the text could not be reused further than it was, and from which token on."""
 
     cause: Cause
@@ -55,7 +55,7 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BlockRef:
     """The first block that is not there.
 
     Attributes:
@@ -75,20 +75,20 @@ class Wanted:
     model: str
 
 
-def note_of(wanted: Wanted) -> Note:
+def note_of(block: BlockRef) -> Note:
     """What is noted of a block when it is stored, so that its absence can be explained later."""
     return {
-        "parent": wanted.parent,
-        "start": wanted.start,
-        "tokens": " ".join(map(str, wanted.tokens)),
-        "text": wanted.text,
-        "model": wanted.model,
+        "parent": block.parent,
+        "start": block.start,
+        "tokens": " ".join(map(str, block.tokens)),
+        "text": block.text,
+        "model": block.model,
     }
 
 
-def mark(store: Store, wanted: Wanted, cause: Cause) -> None:
+def mark(store: Store, block: BlockRef, cause: Cause) -> None:
     """Remember why a block could not be stored."""
-    store.put(_mark_key(wanted.key), [cause.encode()], {"absent": cause, "start": wanted.start})
+    store.put(_mark_key(block.key), [cause.encode()], {"absent": cause, "start": block.start})
 
 
 def absent_of(note: Note) -> Cause | None:
@@ -96,33 +96,33 @@ def absent_of(note: Note) -> Cause | None:
     return next((cause for cause in _MARKS if cause == note.get("absent")), None)
 
 
-def explain(store: Store, wanted: Wanted) -> Absence:
+def explain(store: Store, block: BlockRef) -> Miss:
     """Why a block is not there.
 
     What the store remembers counts first, then what was marked. Else others are looked at: those
     that go on differently at the block, and the same text of other models or types.
     """
-    kept = store.why_absent(wanted.key)
+    kept = store.why_absent(block.key)
     if kept != "never stored":
-        return Absence(kept, wanted.start)
-    if (cause := _marked(store, wanted)) is not None:
-        return Absence(cause, wanted.start)
-    siblings = [e for e in store.find("parent", wanted.parent, MAX_ENTRIES) if e.key != wanted.key]
-    n_common = max((_n_common(entry, wanted.tokens) for entry in siblings), default=-1)
-    other = _of_others(store, wanted)
+        return Miss(kept, block.start)
+    if (cause := _marked(store, block)) is not None:
+        return Miss(cause, block.start)
+    siblings = [e for e in store.find("parent", block.parent, MAX_ENTRIES) if e.key != block.key]
+    n_common = max((_n_common(entry, block.tokens) for entry in siblings), default=-1)
+    other = _of_others(store, block)
     # A text that has nothing in common here says less than the same one of another model.
     if other is not None and n_common < 1:
-        return Absence(other, wanted.start)
+        return Miss(other, block.start)
     if n_common >= 0:
-        return Absence("diverged", wanted.start + n_common)
-    return Absence("nothing stored", wanted.start)
+        return Miss("diverged", block.start + n_common)
+    return Miss("nothing stored", block.start)
 
 
-def _of_others(store: Store, wanted: Wanted) -> Cause | None:
+def _of_others(store: Store, block: BlockRef) -> Cause | None:
     """What the same text was stored by, if it was; rather by the same model with other types."""
-    same = store.find("text", wanted.text, MAX_ENTRIES)
-    models = {entry.note.get("model") for entry in same if entry.key != wanted.key}
-    if wanted.model in models:
+    same = store.find("text", block.text, MAX_ENTRIES)
+    models = {entry.note.get("model") for entry in same if entry.key != block.key}
+    if block.model in models:
         return "other types"
     return "other model" if models else None
 
@@ -131,9 +131,9 @@ def _mark_key(key: str) -> str:
     return f"{key}.absent"
 
 
-def _marked(store: Store, wanted: Wanted) -> Cause | None:
+def _marked(store: Store, block: BlockRef) -> Cause | None:
     """Why a block could not be stored, if that was marked."""
-    value = store.get(_mark_key(wanted.key))
+    value = store.get(_mark_key(block.key))
     said = None if value is None else bytes(value)
     return next((cause for cause in _MARKS if cause.encode() == said), None)
 
