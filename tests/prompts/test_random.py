@@ -93,7 +93,7 @@ class Play:
         assert hit.n_reused % SIZE == 0
         assert hit.n_reused < hit.n_tokens == len(new)
         tokens += new
-        if sequence.tainted is None:
+        if sequence.inexact_from is None:
             check_logits(self.context, sequence.logits, tokens)
         else:
             assert not has_states(self.context.cache)

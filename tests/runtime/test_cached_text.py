@@ -26,7 +26,7 @@ class Plain:
     """The oracle: each token with its position, in the order of the text."""
 
     text: list[tuple[int, int]] = field(default_factory=list)
-    grouped_end: int = 0
+    self_extended_end: int = 0
 
     @property
     def end(self) -> int:
@@ -40,20 +40,20 @@ class Plain:
         if gap == "close" and tail:
             first, delta = self.text[start][1], self.text[start][1] - tail[0][1]
             tail = [(token, at + delta) for token, at in tail]
-            if self.grouped_end > first:
-                self.grouped_end = max(first, self.grouped_end + delta)
+            if self.self_extended_end > first:
+                self.self_extended_end = max(first, self.self_extended_end + delta)
         self.text[start:] = tail
 
     def self_extend(self, group: int, width: int) -> None:
-        while group > 1 and self.end >= self.grouped_end + width:
-            low, new = self.grouped_end, []
+        while group > 1 and self.end >= self.self_extended_end + width:
+            low, new = self.self_extended_end, []
             for token, at in self.text:
                 if low <= at < low + width:
                     at = low + (at - low) // group
                 elif at >= low + width:
                     at -= width - width // group
                 new.append((token, at))
-            self.text, self.grouped_end = new, low + width // group
+            self.text, self.self_extended_end = new, low + width // group
 
 
 def decode(text: CachedText, tokens: list[int]) -> None:
@@ -133,13 +133,13 @@ class Texts(RuleBasedStateMachine):
         assert pending.tokens == again
         assert pending.positions(text.end) == list(range(first, first + len(again)))
         plain.text = plain.text[: n_left - len(again)]
-        plain.grouped_end = min(plain.grouped_end, first)
+        plain.self_extended_end = min(plain.self_extended_end, first)
 
     @precondition(lambda self: not self.plain[1].text)
     @rule()
     def share(self) -> None:
         self.texts[0].share_with(self.texts[1])
-        self.plain[1] = Plain(list(self.plain[0].text), self.plain[0].grouped_end)
+        self.plain[1] = Plain(list(self.plain[0].text), self.plain[0].self_extended_end)
 
     @rule()
     def compact(self) -> None:
@@ -161,12 +161,15 @@ class Texts(RuleBasedStateMachine):
             assert self.store.rotation[cells].tolist() == (text.positions - pending).tolist()
 
     def unless_full(self, edit: object) -> bool:
-        before, grouped = snapshot(self.cache), [(t.grouped, t.grouped_end) for t in self.texts]
+        before, self_extended = (
+            snapshot(self.cache),
+            [(t.self_extended, t.self_extended_end) for t in self.texts],
+        )
         try:
             edit()  # type: ignore[operator]
         except CacheFull:
             assert snapshot(self.cache) == before
-            assert [(t.grouped, t.grouped_end) for t in self.texts] == grouped
+            assert [(t.self_extended, t.self_extended_end) for t in self.texts] == self_extended
             return False
         return True
 

@@ -226,7 +226,7 @@ def test_what_was_behind_a_removal_is_used_again(shared: Path) -> None:
         assert nmse(by_edits.append([5]).logits, sequence.append([5]).logits) < SAME
         computed = uncached_logits(model.architecture, [a, b, e, f, h, j, 5])[-1]
         assert nmse(sequence.logits, computed) > SAME  # which is why it is tainted:
-        assert by_edits.tainted == 2
+        assert by_edits.inexact_from == 2
 
 
 def test_what_was_moved_is_never_found_as_if_it_were_computed(llama: Context) -> None:

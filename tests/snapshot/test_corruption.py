@@ -277,7 +277,7 @@ def seen(context: Context) -> Seen:
         for part in ("k", "v")
     )
     parts = (table.positions, table.tokens, table.owners, table.pending)
-    texts = tuple((s.seq_id, tuple(s.tokens), s.tainted) for s in context.sequences)
+    texts = tuple((s.seq_id, tuple(s.tokens), s.inexact_from) for s in context.sequences)
     logits = tuple(None if s._logits is None else s._logits.tobytes() for s in context.sequences)
     return rows, tuple(part.tobytes() for part in parts), table.used, texts, logits
 

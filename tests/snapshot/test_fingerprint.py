@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.snapshot.snapshot import check_same, digest, fingerprint, row_types, stored_as
+from kvcellar.snapshot.snapshot import check_same, digest, fingerprint, row_types, with_row_types
 from kvcellar.types import KVType, StateLayer, StateSpec
 from tests.snapshot.samples import memory_spec
 
@@ -181,6 +181,6 @@ def test_types_of_rows() -> None:
 
 def test_stored_another_way() -> None:
     spec = memory_spec(KVType.Q8_0)
-    found = stored_as(PRINT, list(spec.groups))
+    found = with_row_types(PRINT, list(spec.groups))
     assert found == fingerprint("sample", "ab" * 32, spec)
     assert row_types(found) == [(KVType.Q8_0, KVType.F16)] * 2

@@ -56,11 +56,16 @@ def test_what_each_field_becomes() -> None:
     snapshot = sample()
     again = from_arrays(written(snapshot))
     first, second, empty = again.texts
-    assert (first.logits, first.grouped, first.grouped_end, first.tainted) == (None, (4, 2), 1, 1)
+    assert (first.logits, first.self_extended, first.self_extended_end, first.inexact_from) == (
+        None,
+        (4, 2),
+        1,
+        1,
+    )
     assert second.logits is not None
     assert snapshot.texts[1].logits is not None
     assert np.array_equal(second.logits, snapshot.texts[1].logits)
-    assert (second.grouped, second.tainted, empty.logits) == ((), None, None)
+    assert (second.self_extended, second.inexact_from, empty.logits) == ((), None, None)
     assert again.note == {"for": "tests"}
     assert again.content.states is not None
     held = again.content.states.held

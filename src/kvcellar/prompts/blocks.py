@@ -124,7 +124,7 @@ class Blocks:
         self._context, self._size, self._how = context, size, how
         self._fingerprint = stored_fingerprint(context, how)
         stored_as = digest(self._fingerprint)
-        self.rounded = "" if stored_as == digest(context.fingerprint) else stored_as
+        self.stored_as = "" if stored_as == digest(context.fingerprint) else stored_as
         # Of a block longer than its window, a cache that slides has not all rows; one that keeps
         # everything cannot be filled by it. Shorter ones are the same wherever they come from.
         missing: list[Plain] = [
@@ -194,7 +194,7 @@ class Blocks:
 def clean_tokens(sequence: Text) -> list[int]:
     """The tokens up to the first whose K and V are not what its text gives."""
     tokens, at = sequence.tokens, sequence.positions
-    n = len(tokens) if sequence.tainted is None else sequence.tainted
+    n = len(tokens) if sequence.inexact_from is None else sequence.inexact_from
     odd = np.flatnonzero(at != np.arange(len(at)))
     unknown = np.flatnonzero(np.array(tokens) < 0)  # embeddings
     return tokens[: min([n, *odd[:1].tolist(), *unknown[:1].tolist()])]

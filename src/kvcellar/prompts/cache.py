@@ -233,8 +233,8 @@ class PromptCache:
     def store(self, sequence: Sequence) -> int:
         """Store what a sequence has computed; returns how many blocks from its start there are now.
 
-        Blocks end where a sequence was edited (:attr:`Sequence.tainted`): what follows is not what
-        its tokens would give. States and windows can only be stored where checkpoints are.
+        Blocks end where a sequence was edited (:attr:`Sequence.inexact_from`): what follows is not
+        what its tokens would give. States and windows can only be stored where checkpoints are.
 
         Raises:
             StoreError: the store cannot be written.
@@ -252,11 +252,11 @@ class PromptCache:
     # -- restoring
 
     def _restore(self, sequence: Sequence, text: Blocks) -> CacheHit:
-        sequence.rounded = ""
+        sequence.stored_as = ""
         pieces, why = self._find(text)
         if pieces:
             put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
-            sequence.rounded = text.rounded
+            sequence.stored_as = text.stored_as
         return CacheHit(len(text.tokens), len(sequence), why)
 
     def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:
@@ -346,7 +346,7 @@ class PromptCache:
         known = clean_tokens(sequence)
         whole = [*known, *new] if len(known) == len(sequence) else known
         text = self._blocks(sequence.context, whole)
-        may_store = sequence.rounded in ("", text.rounded)
+        may_store = sequence.stored_as in ("", text.stored_as)
         return text if may_store else self._blocks(sequence.context, [])
 
     def _blocks(self, context: Context, tokens: list[int]) -> Blocks:

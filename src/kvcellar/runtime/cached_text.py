@@ -10,7 +10,7 @@ window is gone, and some K rows cannot be rotated. Then the text goes back to wh
 and the tokens that went too much are returned, to be computed again.
 
 Where positions have been divided, tokens share them, and positions no longer tell their order. It
-is remembered in ``grouped``, for the tokens before position ``grouped_end``.
+is remembered in ``self_extended``, for the tokens before position ``self_extended_end``.
 
 Tokens of a sequence that wait to be computed, and where they will stand.
 
@@ -114,8 +114,8 @@ class CachedText:
     def __init__(self, cache: Cache, seq_id: int) -> None:
         self.cache = cache
         self.seq_id = seq_id
-        self.grouped: tuple[int, ...] = ()
-        self.grouped_end = 0
+        self.self_extended: tuple[int, ...] = ()
+        self.self_extended_end = 0
 
     def __len__(self) -> int:
         return self.cache.seq_count(self.seq_id)
@@ -129,10 +129,10 @@ class CachedText:
     def tokens(self) -> list[int]:
         """The token ids in the order of the text."""
         held: list[int] = self.cache.seq_tokens(self.seq_id).tolist()
-        n = len(self.grouped)
+        n = len(self.self_extended)
         # Someone may have edited the cells below us; then they are right, and not what we know.
-        is_known = n > 0 and sorted(held[:n]) == sorted(self.grouped)
-        return [*self.grouped, *held[n:]] if is_known else held
+        is_known = n > 0 and sorted(held[:n]) == sorted(self.self_extended)
+        return [*self.self_extended, *held[n:]] if is_known else held
 
     @property
     def end(self) -> int:
@@ -142,7 +142,7 @@ class CachedText:
     def share_with(self, other: CachedText) -> None:
         """Let another one, which is empty, hold the same cells."""
         self.cache.seq_cp(self.seq_id, other.seq_id, -1, -1)
-        other.grouped, other.grouped_end = self.grouped, self.grouped_end
+        other.self_extended, other.self_extended_end = self.self_extended, self.self_extended_end
 
     def go_back(self, n_left: int) -> PendingTokens:
         """Drop all tokens but the first ``n_left``; returns those of them that had to go too.
@@ -167,8 +167,8 @@ class CachedText:
                 f"token {n_kept + again.index(-1)} would have to be computed again, but it was "
                 "decoded from an embedding: decode the sequence anew"
             )
-        self.grouped = self.grouped[:n_kept]
-        self.grouped_end = min(self.grouped_end, int(at[n_kept]))
+        self.self_extended = self.self_extended[:n_kept]
+        self.self_extended_end = min(self.self_extended_end, int(at[n_kept]))
         return PendingTokens(again, at[n_kept:n_left].tolist())
 
     def remove(self, start: int, stop: int, gap: Gap) -> PendingTokens:
@@ -188,8 +188,10 @@ class CachedText:
         closed = p1 - p0 if gap == "close" and stop < len(at) else 0
         if self._remove_in_place(p0, p1, closed):
             if closed:
-                self.grouped_end = max(min(self.grouped_end, p0), self.grouped_end - closed)
-            self.grouped = self.grouped[:start] + self.grouped[stop:]
+                self.self_extended_end = max(
+                    min(self.self_extended_end, p0), self.self_extended_end - closed
+                )
+            self.self_extended = self.self_extended[:start] + self.self_extended[stop:]
             return PendingTokens()
         if -1 in tokens[stop:]:
             raise NotSupported("what follows was decoded from embeddings: decode it anew")
@@ -268,13 +270,13 @@ class CachedText:
                 "self_extend: states and windows that slid have no positions to divide; it needs "
                 "a model that attends in every layer, with swa_full=True if some have windows"
             )
-        n_windows = max(0, (self.end - self.grouped_end) // width)
+        n_windows = max(0, (self.end - self.self_extended_end) // width)
         if group == 1 or n_windows == 0:
             return
-        highest = self.end + (group - 1) * (self.grouped_end + n_windows * width // group)
+        highest = self.end + (group - 1) * (self.self_extended_end + n_windows * width // group)
         if highest >= MAX_POSITION:
             raise OptionError(f"group={group}: positions would pass the largest one on the way")
-        order, end = self.tokens, self.grouped_end
+        order, end = self.tokens, self.self_extended_end
         if type(self.cache) is AttentionCache:
             moving = self.cache.table.select(self.seq_id, max(end, 1), -1)
             require_moving(self.cache, moving)
@@ -282,12 +284,12 @@ class CachedText:
         else:
             with self.cache.transaction():
                 end = self._divide(group, width, n_windows)
-        self.grouped_end = end
-        self.grouped = tuple(order[: int(np.searchsorted(self.positions, end))])
+        self.self_extended_end = end
+        self.self_extended = tuple(order[: int(np.searchsorted(self.positions, end))])
 
     def _divide(self, group: int, width: int, n_windows: int) -> int:
         """Divide so many windows; returns where the last of them ends afterwards."""
-        start, cache, seq_id = self.grouped_end, self.cache, self.seq_id
+        start, cache, seq_id = self.self_extended_end, self.cache, self.seq_id
         for _ in range(n_windows):
             # Lifted so that the window starts at group times its place: division maps it there.
             lift = (group - 1) * start

@@ -31,7 +31,7 @@ from kvcellar.snapshot.snapshot import (
     check_same,
     converted,
     digest,
-    stored_as,
+    with_row_types,
 )
 from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
 
@@ -117,14 +117,14 @@ def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapsh
     if other is snapshot:
         return snapshot
     were = digest(snapshot.fingerprint)
-    texts = tuple(replace(text, rounded=text.rounded or were) for text in other.texts)
+    texts = tuple(replace(text, stored_as=text.stored_as or were) for text in other.texts)
     return replace(other, texts=texts)
 
 
 def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plain]:
     """The fingerprint that :func:`stored` gives a snapshot."""
     specs = [as_type(spec, options) for spec in context.memory_spec.groups]
-    return stored_as(context.fingerprint, specs)
+    return with_row_types(context.fingerprint, specs)
 
 
 def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
@@ -190,7 +190,7 @@ def put_into(
         OptionError: the range is outside of it.
         CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
-    stored_as = snapshot.fingerprint
+    with_row_types = snapshot.fingerprint
     snapshot = _fitting(context, snapshot, options.convert)
     content, saved = snapshot.content, snapshot.texts
     n_dropped = 0
@@ -207,14 +207,14 @@ def put_into(
     with context.cache.transaction():
         state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
         for text, one in zip(texts, saved, strict=True):
-            end = one.grouped_end + shift
-            moved = replace(one, logits=None, grouped_end=end, tainted=0)
+            end = one.self_extended_end + shift
+            moved = replace(one, logits=None, self_extended_end=end, inexact_from=0)
             text.adopt(moved if shift else one, before[text.seq_id])
             if n_dropped:
                 text.trim(n_dropped)
-    is_other = stored_as["groups"] != context.fingerprint["groups"]
+    is_other = with_row_types["groups"] != context.fingerprint["groups"]
     for text, one in zip(texts, saved, strict=True):
-        text.rounded = digest(stored_as) if is_other else one.rounded or text.rounded
+        text.stored_as = digest(with_row_types) if is_other else one.stored_as or text.stored_as
 
 
 def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
@@ -286,6 +286,9 @@ def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
 def _check_saved(snapshot: Snapshot) -> None:
     """See that what is said of the texts can be used; wrong numbers do no harm within range."""
     for text in snapshot.texts:
-        for name, value in (("grouped_end", text.grouped_end), ("tainted", text.tainted or 0)):
+        for name, value in (
+            ("grouped_end", text.self_extended_end),
+            ("tainted", text.inexact_from or 0),
+        ):
             if not 0 <= value <= MAX_POSITION:
                 raise SnapshotFileError(f"{name} of {value}")

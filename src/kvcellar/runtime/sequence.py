@@ -86,8 +86,8 @@ class EditableText:
         self._pending = PendingTokens()
         self._logits: Float32Array | None = None
         self._logits_end = 0  # where the text ended that they follow
-        self._tainted: int | None = None  # see SavedText
-        self.rounded = ""
+        self._inexact_from: int | None = None  # see SavedText
+        self.stored_as = ""
         self._n_ctx_train = n_ctx_train
         self._closed = False
 
@@ -113,13 +113,13 @@ class EditableText:
         return len(self._cached) + len(self._pending)
 
     @property
-    def tainted(self) -> int | None:
+    def inexact_from(self) -> int | None:
         """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
 
         So it is behind a removal, after a context shift, or where text was loaded behind other
         text. None: there is none. What others do to ``context.cache`` directly is not known here.
         """
-        return self._tainted
+        return self._inexact_from
 
     @synchronized
     def trim(self: T, n_tokens: int) -> T:
@@ -176,11 +176,11 @@ class EditableText:
             pending = pending.prepended(again)
             self._logits = None
             if not again and stop < n_held:
-                self._taint(start)
+                self._mark_inexact(start)
         self._pending = pending
         self._reconsider()
         if start < min(stop, len(self)) and self.positions[start] == at[stop]:
-            self._taint(start)  # there is a gap before it
+            self._mark_inexact(start)  # there is a gap before it
         return self
 
     @synchronized
@@ -216,7 +216,7 @@ class EditableText:
         before = self._cached.positions
         self._cached.self_extend(group, width)
         if (moved := np.flatnonzero(before != self._cached.positions)).size:
-            self._taint(int(moved[0]))
+            self._mark_inexact(int(moved[0]))
         self._pending = PendingTokens(self._pending.tokens)  # they follow on from where it ends now
         return self
 
@@ -237,17 +237,17 @@ class EditableText:
         while span := self._cached.span_to_discard(self._pending, n_max, shift):
             self.remove(*span)
 
-    def _taint(self, token: int) -> None:
+    def _mark_inexact(self, token: int) -> None:
         """Know that K and V from a token on are not what a fresh decode would give."""
-        self._tainted = token if self._tainted is None else min(self._tainted, token)
+        self._inexact_from = token if self._inexact_from is None else min(self._inexact_from, token)
 
     def _reconsider(self) -> None:
         """Know that what waits will be fresh, if it stands where it would in a text of its own."""
         if len(self._cached) == 0:
-            self.rounded = ""
-        if self._tainted is not None and len(self._cached) <= self._tainted:
+            self.stored_as = ""
+        if self._inexact_from is not None and len(self._cached) <= self._inexact_from:
             moved = np.flatnonzero(self.positions != np.arange(len(self)))
-            self._tainted = int(moved[0]) if moved.size else None
+            self._inexact_from = int(moved[0]) if moved.size else None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -323,8 +323,8 @@ class Sequence(EditableText):
             raise
         child._pending = self._pending  # noqa: SLF001  (of the same class)
         child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
-        child._tainted = self._tainted  # noqa: SLF001
-        child.rounded = self.rounded
+        child._inexact_from = self._inexact_from  # noqa: SLF001
+        child.stored_as = self.stored_as
         return child
 
     def generate(
@@ -451,20 +451,29 @@ class Sequence(EditableText):
         """What a snapshot has to know beside what the cache holds."""
         held = self._cached
         self._forget_old_logits()
-        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
+        return SavedText(
+            self._logits,
+            held.self_extended,
+            held.self_extended_end,
+            self._inexact_from,
+            self.stored_as,
+        )
 
     def adopt(self, saved: SavedText, before: list[int]) -> None:
         """Know what was saved, now that the cache holds it behind the tokens ``before``."""
         held = self._cached
-        if saved.grouped:
-            held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
+        if saved.self_extended:
+            held.self_extended, held.self_extended_end = (
+                (*before, *saved.self_extended),
+                saved.self_extended_end,
+            )
         if len(held) == len(before):
             return  # nothing was added
         self._know(None if before else saved.logits)
         if before:
-            self._taint(len(before))
-        elif saved.tainted is not None:
-            self._taint(saved.tainted)
+            self._mark_inexact(len(before))
+        elif saved.inexact_from is not None:
+            self._mark_inexact(saved.inexact_from)
 
     def remember(self) -> Undo:
         """What puts the sequence back as it is now, its cells excepted."""

@@ -54,9 +54,9 @@ def to_arrays(snapshot: Snapshot) -> SnapshotArrays:
     for i, text in enumerate(snapshot.texts):
         if text.logits is not None:
             arrays[f"sequence.{i}.logits"] = text.logits
-        grouped: list[Plain] = list(text.grouped)
-        known: dict[str, Plain] = {"grouped": grouped, "grouped_end": text.grouped_end}
-        texts.append({**known, "tainted": text.tainted, "rounded": text.rounded})
+        self_extended: list[Plain] = list(text.self_extended)
+        known: dict[str, Plain] = {"grouped": self_extended, "grouped_end": text.self_extended_end}
+        texts.append({**known, "tainted": text.inexact_from, "rounded": text.stored_as})
     description: dict[str, Plain] = {
         "fingerprint": dict(snapshot.fingerprint),
         "n_seqs": content.n_seqs,

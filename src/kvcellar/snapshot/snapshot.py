@@ -93,7 +93,7 @@ def row_types(print_: Mapping[str, Plain]) -> list[tuple[KVType, KVType]]:
         raise SnapshotFileError(f"the snapshot's fingerprint is damaged: {error}") from None
 
 
-def stored_as(print_: Mapping[str, Plain], specs: list[CacheSpec]) -> dict[str, Plain]:
+def with_row_types(print_: Mapping[str, Plain], specs: list[CacheSpec]) -> dict[str, Plain]:
     """The fingerprint with rows stored as caches of these shapes would."""
     return {**print_, "groups": [_group(spec) for spec in specs]}
 
@@ -161,7 +161,7 @@ def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) 
     )
     return replace(
         snapshot,
-        fingerprint=stored_as(snapshot.fingerprint, list(specs)),
+        fingerprint=with_row_types(snapshot.fingerprint, list(specs)),
         content=replace(snapshot.content, groups=groups),
     )
 
@@ -231,10 +231,10 @@ class SavedText:
     """
 
     logits: Float32Array | None = None
-    grouped: tuple[int, ...] = ()
-    grouped_end: int = 0
-    tainted: int | None = None
-    rounded: str = ""
+    self_extended: tuple[int, ...] = ()
+    self_extended_end: int = 0
+    inexact_from: int | None = None
+    stored_as: str = ""
 
     def part(self, start: int, stop: int, size: int, end: int) -> SavedText:
         """What is known of tokens ``[start, stop)`` by themselves.
@@ -245,15 +245,19 @@ class SavedText:
             size: how many tokens there are in all.
             end: the position behind their last one.
         """
-        tainted = self.tainted if self.tainted is not None and self.tainted < stop else None
+        inexact_from = (
+            self.inexact_from
+            if self.inexact_from is not None and self.inexact_from < stop
+            else None
+        )
         if start:
-            tainted = 0  # what stood before is missing
+            inexact_from = 0  # what stood before is missing
         return SavedText(
             self.logits if stop == size > start else None,
-            self.grouped[start:stop],
-            min(self.grouped_end, end),
-            None if start == stop else tainted,
-            self.rounded,
+            self.self_extended[start:stop],
+            min(self.self_extended_end, end),
+            None if start == stop else inexact_from,
+            self.stored_as,
         )
 
 

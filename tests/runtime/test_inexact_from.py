@@ -33,7 +33,7 @@ def sequence(plain: Context) -> Iterator[Sequence]:
 
 
 def n_fresh(sequence: Sequence) -> int:
-    """How many rows of K are those of a fresh decode of the text; the oracle of ``tainted``."""
+    """Count the rows of K that equal a fresh decode's: the oracle of ``inexact_from``."""
     context = sequence.context
     with context.model.context(n_ctx=128, n_seq_max=1, **F32) as other:  # type: ignore[arg-type]
         fresh = other.sequence(sequence.tokens)
@@ -48,11 +48,11 @@ def n_fresh(sequence: Sequence) -> int:
     return rows.index(False) if False in rows else len(rows)
 
 
-def check(sequence: Sequence, tainted: int | None) -> None:
-    assert sequence.tainted == tainted
+def check(sequence: Sequence, inexact_from: int | None) -> None:
+    assert sequence.inexact_from == inexact_from
     if len(sequence):
         sequence.compute_pending()
-        assert n_fresh(sequence) == (len(sequence) if tainted is None else tainted)
+        assert n_fresh(sequence) == (len(sequence) if inexact_from is None else inexact_from)
 
 
 def test_nothing_is_tainted_that_was_only_appended_and_trimmed(sequence: Sequence) -> None:
@@ -106,11 +106,11 @@ def test_grouped(sequence: Sequence) -> None:
     sequence.self_extend(4, 64)  # no window is full
     check(sequence, None)
     sequence.self_extend(4, 8)
-    assert sequence.tainted == 1
+    assert sequence.inexact_from == 1
     assert sequence.positions.tolist()[:6] == [0, 0, 0, 0, 1, 1]
-    assert sequence.fork().tainted == 1
-    assert sequence.trim(20).tainted == 1
-    assert sequence.trim(2).tainted is None  # what shares a position is computed again
+    assert sequence.fork().inexact_from == 1
+    assert sequence.trim(20).inexact_from == 1
+    assert sequence.trim(2).inexact_from is None  # what shares a position is computed again
     check(sequence.append(TEXT), None)
 
 
@@ -124,12 +124,12 @@ def test_forks_know_it(sequence: Sequence) -> None:
 def test_a_rollback_takes_it_back(sequence: Sequence) -> None:
     with sequence.context.cache.transaction() as transaction:
         sequence.remove(7, 10)
-        assert sequence.tainted == 7
+        assert sequence.inexact_from == 7
         transaction.rollback()
     check(sequence, None)
     sequence.remove(9, 10)
     with sequence.context.cache.transaction() as transaction:
-        known = sequence.trim(20).tainted
+        known = sequence.trim(20).inexact_from
         assert known is None
         transaction.rollback()
     check(sequence, 9)
@@ -140,25 +140,25 @@ def test_it_is_saved(sequence: Sequence, tmp_path: Path) -> None:
     sequence.remove(7, 10).save(path)
     sequence.close()
     check(context.load(path), 7)
-    for stop, tainted in ((8, 7), (7, None), (0, None)):
+    for stop, inexact_from in ((8, 7), (7, None), (0, None)):
         loaded = context.load(path, stop=stop)
-        assert loaded.tainted == tainted
+        assert loaded.inexact_from == inexact_from
         loaded.close()
     first = context.sequences[0]
     first.save(path, stop=7)
     check(context.load(path), None)
     first.save(path, start=3)
-    assert context.load(path).tainted == 0
+    assert context.load(path).inexact_from == 0
 
 
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
 def test_what_is_computed_again_is_fresh(shared: Path, arch: str) -> None:
     with opened(shared, arch, **F32) as context:
         sequence = context.sequence(TEXT)
-        assert sequence.remove(7, 10).tainted is None
-        assert sequence.append([5]).tainted is None
+        assert sequence.remove(7, 10).inexact_from is None
+        assert sequence.append([5]).inexact_from is None
         sequence.shift_context(4, 6)
-        assert sequence.append([5]).tainted is None
+        assert sequence.append([5]).inexact_from is None
 
 
 @pytest.mark.parametrize("arch", WINDOWED)
@@ -167,17 +167,17 @@ def test_windows(shared: Path, arch: str) -> None:
         sequence = context.sequence(text(1, 400))
         sequence.remove(390, 393)
         in_place = context.cache.seq_count(sequence.seq_id) == 397
-        assert sequence.tainted == (390 if in_place else None)
+        assert sequence.inexact_from == (390 if in_place else None)
         assert in_place
         sequence.remove(380, 381, gap="keep")
-        assert sequence.tainted == 380
-        assert sequence.append([3]).remove(5, 6).tainted == 5
+        assert sequence.inexact_from == 380
+        assert sequence.append([3]).remove(5, 6).inexact_from == 5
         sequence.trim(300)  # the window is gone there: all is computed again
         assert context.cache.seq_count(sequence.seq_id) == 0
-        assert sequence.fork().append([3]).tainted is None
+        assert sequence.fork().append([3]).inexact_from is None
         sequence.remove(50, 60, gap="keep")
-        assert sequence.tainted == 50
-        assert sequence.trim(1).append([3]).tainted == 50  # what is behind the gap still is
+        assert sequence.inexact_from == 50
+        assert sequence.trim(1).append([3]).inexact_from == 50  # what is behind the gap still is
         assert sequence.positions.tolist()[49:51] == [49, 60]
 
 
@@ -207,7 +207,7 @@ def test_it_is_never_too_late(plain: Context, edits: list[tuple[str, int, int]])
                 sequence.remove(start, min(start + b, size), gap=edit)  # type: ignore[arg-type]
         if len(sequence):
             sequence.compute_pending()
-            known = len(sequence) if sequence.tainted is None else sequence.tainted
+            known = len(sequence) if sequence.inexact_from is None else sequence.inexact_from
             assert known <= n_fresh(sequence)
     finally:
         sequence.close()
