@@ -36,7 +36,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.hybrid import parts_of
 from kvcellar.cli.console import harmless, human_bytes, show
 from kvcellar.types import ByteArray
 
@@ -199,7 +198,7 @@ class Ledger:
 
     def _rows(self) -> list[ByteArray]:
         rows = []
-        for cache in parts_of(self._context.cache):
+        for cache in self._context.cache.parts:
             if isinstance(cache, AttentionCache):
                 cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
                 rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
