@@ -150,7 +150,7 @@ def attention_mask(
         out: where to build it, at least ``[n, n_kv]``; the result is then a view of this array.
         window: how many positions a token sees, its own included; 0: all.
     """
-    shape = (micro.n_tokens, len(positions))
+    shape = (len(micro.positions), len(positions))
     if out is None:
         out = np.empty(shape, np.float16)
     mask = out[: shape[0], : shape[1]]
@@ -176,7 +176,7 @@ def cell_lists(
     Tokens with the same owners share a list, of which each sees a stretch.
     """
     found: list[Int32Array] = []
-    starts, ends = np.empty((2, micro.n_tokens), np.int32)
+    starts, ends = np.empty((2, len(micro.positions)), np.int32)
     n = 0
     for rows, wanted in _owner_sets(micro.owners):
         cells, at = _by_position(np.flatnonzero(_owned(owners, wanted)), positions)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.numpy.model_file import NumpyModelFile
-from kvcellar.batch import Batch, MicroBatch, split_equal
+from kvcellar.batch import Batch, MicroBatch, micro_batches, split_equal
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.placement import micro_batch
 from kvcellar.cellsets import unpack_owners
 from kvcellar.models.base import Architecture
 from kvcellar.models.registry import load_architecture
@@ -45,7 +44,7 @@ class Recurrent:
     def decode(self, batch: Batch, n_ubatch: int = 512) -> Float32Array:
         """Logits of the rows that the batch wants, in their order."""
         rows = batch.resolve(N_SEQ, lambda seq_id: self._last.get(seq_id, -1))
-        micros = [micro_batch(rows, part) for part in split_equal(rows.owners, n_ubatch)]
+        micros = micro_batches(rows, split_equal(rows.owners, n_ubatch))
         placements = [cache.take(micros) for cache in self.caches]
         logits: dict[int, Float32Array] = {}
         for i, micro in enumerate(micros):

@@ -111,7 +111,7 @@ class Executor(Protocol):
 
     @property
     def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
+        """For each group, whether its plans are better given with lists than with masks."""
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.

@@ -19,10 +19,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvcellar.batch import Batch, MicroBatch, Rows, split_equal, split_simple
+from kvcellar.batch import Batch, MicroBatch, Rows, micro_batches, split_equal, split_simple
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import Placement, micro_batch
+from kvcellar.cache.placement import Placement
 from kvcellar.cache.view import CacheView
+from kvcellar.cellsets import clamp_range
 from kvcellar.errors import CacheError, OptionError
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
@@ -189,10 +190,12 @@ class Cache(ABC):
         """
         if not self.can_shift:
             return False
+        lo, hi = clamp_range(p0, p1)
         with self.transaction():
-            if not self.seq_rm(seq_id, p0, p1):
+            if not self.seq_rm(seq_id, lo, hi):
                 return False
-            self.seq_add(seq_id, p1, -1, p0 - p1)
+            if lo < hi:
+                self.seq_add(seq_id, hi, -1, lo - hi)
         return True
 
     @abstractmethod
@@ -299,8 +302,8 @@ class Cache(ABC):
         if self.has_states:
             pieces = split_equal(rows.owners, n_ubatch)
         else:
-            pieces = split_simple(len(rows), n_ubatch)
-        return self.take([micro_batch(rows, piece) for piece in pieces])
+            pieces = split_simple(len(rows.positions), n_ubatch)
+        return self.take(micro_batches(rows, pieces))
 
     @abstractmethod
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:

@@ -36,11 +36,11 @@ from kvcellar.cache.content import n_kept
 from kvcellar.cache.placement import CellPart, cell_plan, find_cells
 from kvcellar.cache.rows import StoreSync
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
-from kvcellar.cells import CellTable, SavedCells
+from kvcellar.cells import CellTable, SavedCells, padded_n_kv
 from kvcellar.cellsets import cell_count, cell_numbers
 from kvcellar.errors import CacheFull, OptionError
 from kvcellar.plan import CellPlan
-from kvcellar.types import BoolArray, CacheSpec, Float16Array, Int32Array, Int64Array
+from kvcellar.types import BoolArray, Float16Array, Int32Array, Int64Array
 
 Positions: TypeAlias = "Int32Array | Int64Array"
 
@@ -147,7 +147,7 @@ class SlidingPlacement(CellPart):
 
     Args:
         room: where cells come from; it has been asked whether all fit.
-        spec: the shape.
+        padding: what the number of cells that attention looks at is rounded up to.
         micros: what is placed.
         sync: what keeps rows in step with the table.
         committed: called after the batch has been committed.
@@ -156,13 +156,16 @@ class SlidingPlacement(CellPart):
     def __init__(
         self,
         room: WindowEviction,
-        spec: CacheSpec,
+        padding: int,
         micros: Sequence[MicroBatch],
         sync: StoreSync,
         committed: Callable[[Sequence[MicroBatch]], None],
     ) -> None:
-        super().__init__(room.table, spec, micros)
         self._room = room
+        self._table = room.table
+        self._padding = padding
+        self._micros = micros
+        self._cells: list[Int64Array] = []
         self._sync = sync
         self._committed = committed
         self._saved = room.save()
@@ -178,9 +181,14 @@ class SlidingPlacement(CellPart):
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes; asked for in order, before it is computed."""
         self._place_up_to(i)
-        micro, top = self._micros[i], self._table.cell_max()
-        cells = self._cells[i]
-        return cell_plan(self._table, self._spec, micro, cells, top, mask_buffer, as_lists)
+        table, micro, cells, top = (
+            self._table,
+            self._micros[i],
+            self._cells[i],
+            self._table.cell_max(),
+        )
+        n_kv = 0 if as_lists else padded_n_kv(top, self._padding, table.size)
+        return cell_plan(table, micro, cells, top, n_kv, self._room.window, mask_buffer)
 
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
@@ -201,10 +209,10 @@ class SlidingPlacement(CellPart):
     def _place_up_to(self, last: int) -> None:
         try:
             for micro in self._micros[len(self._cells) : last + 1]:
-                cells = self._room.take(micro.n_tokens, self._kept)
+                cells = self._room.take(len(micro.positions), self._kept)
                 self._room.put(micro, cells)
                 self._cells.append(cells)
-                self._sync.wipe_freed(self._spec.padding)
+                self._sync.wipe_freed(self._table.n_kv(self._padding))
         except BaseException:
             self.release()
             raise
@@ -244,7 +252,8 @@ class WindowEviction:
         table: who owns which cell.
         store: the rows.
         parts: which rows of a cell there are, by layer and part.
-        slid: of each sequence, what it holds no more.
+        evicted: for each sequence, what it holds no more.
+        window: how many positions a token sees, its own included.
     """
 
     def __init__(self, table: CellTable, store: KVStore, journal: Journal, window: int) -> None:
@@ -253,6 +262,7 @@ class WindowEviction:
         rotated, others = stored_parts(store)
         self.parts = (*rotated, *others)
         self.evicted = [EvictedTokens() for _ in range(table.n_seq_max)]
+        self.window = window
         self._journal = journal
         self._n_kept = n_kept(window)
 
@@ -383,4 +393,4 @@ class WindowEviction:
         if cell_count(cells):
             at, tokens = table.positions[numbers], table.tokens[numbers]
             self.evicted[seq] = self.evicted[seq].grown(at, tokens)
-            table.disown(seq, cells)
+            table.drop(seq, cells)

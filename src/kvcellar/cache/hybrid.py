@@ -257,8 +257,8 @@ class HybridCache(Cache):
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a part cannot place a batch that is well formed."""
-        self.require_idle()
         for part in self.parts:
+            part.require_idle()
             part.check_rows(rows, coupled)
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:

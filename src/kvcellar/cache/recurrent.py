@@ -280,7 +280,6 @@ class RecurrentCache(Cache):
 
         Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
         """
-        self.require_idle()
         last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
         check_follows(rows, last, self.states.rows())
 
@@ -291,7 +290,6 @@ class RecurrentCache(Cache):
             BatchError: a microbatch has not equally many tokens of its sequences.
             CacheFull: that is not enough; nothing has changed.
         """
-        self.require_idle()
         states, before = self.states, list(self.states.of)
         spare = states.spare()
         kept = " but those that a transaction keeps" if self._nest else ""

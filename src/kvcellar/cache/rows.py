@@ -126,41 +126,43 @@ class StoreSync:
 
     def update(self) -> None:
         """Rotate K rows that wait for it, then compact if that is asked for or wanted."""
-        cells = self._table.pending_cells()
-        if len(cells):
-            if self.has_rope:
+        table = self._table
+        if table.shifted:
+            cells = table.pending_cells()
+            if len(cells) and self.has_rope:
                 self.journal.before_rotation(cells)
-                self._store.rotate(cells, self._table.pending[cells])
-            self._table.settle()
+                self._store.rotate(cells, table.pending[cells])
+            table.settle()
         if self._request is not None:
             self._compact(self._request)
             self._request = None
-        elif self._is_fragmented():
+        elif self._threshold is not None and self._is_fragmented(self._threshold):
             self._compact(AUTOMATIC_MOVES)
 
-    def copy_shared(self, seq_id: int, cells: Cells) -> None:
-        """Give a sequence its own copies of those cells that it shares.
+    def copy_shared(self, seq: int, shared: Cells) -> None:
+        """Give a sequence its own copies of cells that it shares, at least one.
 
         Raises:
             CacheFull, NotSupported: that cannot be; nothing has changed.
         """
-        src = cell_numbers(self._table.shared(cells))
-        if len(src):
-            self.require_copy("moving the positions of shared cells")
-            dst = find_cells(self._table, len(src))
-            self._written[dst] = True
-            self._store.copy(src, dst)
-            self._table.split(seq_id, src, dst)
+        self.require_copy("moving the positions of shared cells")
+        src = cell_numbers(shared)
+        dst = find_cells(self._table, len(src))
+        self._written[dst] = True
+        self._store.copy(src, dst)
+        self._table.split(seq, src, dst)
 
-    def wipe_freed(self, padding: int) -> None:
-        """Zero what freed cells still hold: a mask adds -inf, which hides no NaN (invariant 9).
+    def wipe_freed(self, n_kv: int) -> None:
+        """Zero what the freed of ``n_kv`` cells still hold.
 
-        Cells that were filled again at once are left alone, so taking back a draft costs nothing.
+        A mask adds -inf, which hides no NaN (invariant 9). Cells that were filled again at once are
+        left alone, so taking back a draft costs nothing.
         """
-        top = self._table.n_kv(padding)
-        taken = self._table.taken(0, top)
-        self._wipe(self._written[:top] & ~taken)
-        self._written[:top] = taken
+        taken = self._table.taken(0, n_kv)
+        stale = self._written[:n_kv] > taken  # written, but not taken
+        if stale.any():
+            self._wipe(stale)
+        self._written[:n_kv] = taken
 
     def clear(self, data: bool) -> None:
         """Empty the table, and zero the rows if so wanted; those a transaction keeps, later."""
@@ -220,12 +222,10 @@ class StoreSync:
             self._store.wipe(stale)
             self._written[stale] = False
 
-    def _is_fragmented(self) -> bool:
-        if self._threshold is None:
-            return False
+    def _is_fragmented(self, threshold: float) -> bool:
         top = self._table.cell_max()
         held = int(np.count_nonzero(self._table.taken(0, top)))
-        return fragmentation(top, held) > self._threshold
+        return fragmentation(top, held) > threshold
 
     def _compact(self, max_moves: int) -> None:
         table, top = self._table, self._table.cell_max()

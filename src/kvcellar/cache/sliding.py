@@ -79,7 +79,6 @@ class SlidingCache(AttentionCache):
                 "all; layers that see everything (window 0) belong into an AttentionCache"
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
-        self._window = windows[0]
         self._room = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
         self._keeper = WindowKeeper(self._checkpoints, self._room, self._sync, self._window)
@@ -222,9 +221,8 @@ class SlidingCache(AttentionCache):
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch may not be decoded; whether it finds room is for :meth:`take` to say."""
-        self.require_idle()
         if coupled == "same":
-            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
+            check_coupled(self.table, rows.owners)
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take cells for microbatches that were checked; what is pending is applied first.
@@ -233,9 +231,11 @@ class SlidingCache(AttentionCache):
             CacheFull: they do not all find room; nothing has changed.
         """
         self._room.require(micros)
-        self.update()
-        taken = SlidingPlacement(self._room, self.spec, micros, self._sync, self._keeper.committed)
-        self._open = Placement(micros, [taken])
+        self._sync.update()
+        taken = SlidingPlacement(
+            self._room, self._padding, micros, self._sync, self._keeper.committed
+        )
+        self._open = Placement(micros, (taken,))
         return self._open
 
     # -- steps

@@ -168,18 +168,18 @@ class GraphCache:
 
 
 class GgmlExecutor:
-    """Runs a model's forward pass over a memory. Implements ``Executor``."""
+    """Runs a model's forward pass over a memory. Implements ``Executor``.
+
+    Attributes:
+        takes_lists: for each group, whether its plans are better given with lists than with masks.
+    """
 
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
         self._compute = backend.compute
         self._kernels = memory.kernels
+        self.takes_lists = tuple(kernel is not None for kernel in self._kernels)
         self._cache = GraphCache(backend, memory, forward)
-
-    @property
-    def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
-        return tuple(kernel is not None for kernel in self._kernels)
 
     @property
     def buffer_bytes(self) -> int:

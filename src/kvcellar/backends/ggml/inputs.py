@@ -33,11 +33,12 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Shape:
         """The shape of a plan."""
-        micro = plan.micro
+        micro, n_kv = plan.micro, []
+        for group in plan.groups:
+            n_kv.append(group.mask.shape[1])  # noqa: PERF401 - once a token: no calls of our own
         n_embd = 0 if micro.embeddings is None else micro.embeddings.shape[1]
-        n_kv = tuple(group.n_kv for group in plan.groups)
-        n_seqs = 0 if plan.states is None else plan.states.n_seqs
-        return cls(plan.n_tokens, n_kv, n_seqs, len(micro.outputs), n_embd)
+        n_seqs = 0 if plan.states is None else len(plan.states.sources)
+        return cls(len(micro.positions), tuple(n_kv), n_seqs, len(micro.outputs), n_embd)
 
 
 class Target(NamedTuple):
@@ -139,15 +140,20 @@ class Feeds:
         micro = plan.micro
         if self._n_positions is not None:
             check_learned(micro.positions, self._n_positions)
-        _put(self._tokens, micro.tokens)
-        _put(self._embeddings, micro.embeddings)
-        _put(self._positions, micro.positions)
-        _put(self._outputs, micro.outputs)
+        if self._tokens is not None and micro.tokens is not None:
+            self._tokens[:] = micro.tokens
+        if self._embeddings is not None and micro.embeddings is not None:
+            self._embeddings[:] = micro.embeddings
+        if self._positions is not None:
+            self._positions[:] = micro.positions
+        if self._outputs is not None:
+            self._outputs[:] = micro.outputs
         for feeds, cells in zip(self._groups, plan.groups, strict=True):
             feeds.load(cells)
-        if plan.states is not None:
-            _put(self._sources, plan.states.sources)
-            _put(self._targets, plan.states.targets)
+        if self._sources is not None and plan.states is not None:
+            self._sources[:] = plan.states.sources
+        if self._targets is not None and plan.states is not None:
+            self._targets[:] = plan.states.targets
 
 
 class _GroupFeeds:
@@ -158,8 +164,10 @@ class _GroupFeeds:
         self._starts = np.arange(width_across(spec), dtype=np.int64) * spec.size
 
     def load(self, plan: CellPlan) -> None:
-        _put(self._cells, plan.cells)
-        _put(self._mask, plan.mask)
+        if self._cells is not None:
+            self._cells[:] = plan.cells
+        if self._mask is not None:
+            self._mask[:] = plan.mask
         if self._channels is not None:
             out = self._channels.reshape(len(plan.cells), -1)
             np.add.outer(plan.cells, self._starts, out=out)
@@ -178,8 +186,3 @@ def view_of(tensor: int | None, n_dims: int) -> AnyArray | None:
     if not struct.data:
         return None
     return array_at(struct.data, _DTYPES[struct.type], tuple(reversed(struct.ne[:n_dims])))
-
-
-def _put(view: AnyArray | None, values: AnyArray | None) -> None:
-    if view is not None and values is not None:
-        view[:] = values
