@@ -40,8 +40,6 @@ def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec])
         _check_group(group, spec, content.n_seqs)
     if content.states is not None:
         _check_states(content.states, states[0], content.n_seqs)
-        if content.start == 0:
-            _check_shared(content.states)
     _check_agreement(content)
 
 
@@ -136,16 +134,6 @@ def _check_held(held: SequenceStateData, n_states: int) -> None:
     _require(all(0 < end <= n for end in ends), "a checkpoint of a state lies beyond it")
     rows = [held.state, *(state for _, state in held.checkpoints)]
     _require(all(0 <= row < n_states for row in rows), "there is no such state")
-
-
-def _check_shared(content: StateData) -> None:
-    """See that whoever refers to a state has told it the same."""
-    texts: dict[int, bytes] = {}
-    for held in content.held:
-        if held is not None:
-            for n, state in ((len(held.tokens), held.state), *held.checkpoints):
-                text = held.tokens[:n].tobytes()
-                _require(texts.setdefault(state, text) == text, "a state is of two texts")
 
 
 def _check_agreement(content: SequenceData) -> None:

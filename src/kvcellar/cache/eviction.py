@@ -307,7 +307,9 @@ class WindowEviction:
 
     def require(self, micros: Sequence[MicroBatch]) -> None:
         """Raise CacheFull unless microbatches find room one after the other; changes nothing."""
-        n = sum(micro.n_tokens for micro in micros)
+        n = 0
+        for micro in micros:
+            n += len(micro.positions)
         if n <= self.table.n_free():
             return
         if len(micros) > 1:

@@ -24,7 +24,7 @@ from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, Coupled, Remember, Transaction
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import Placement
+from kvcellar.cache.placement import CellPart, Placement
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, NotSupported, OptionError
@@ -90,8 +90,12 @@ class HybridCache(Cache):
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position that every part holds, -1 when the sequence is empty."""
-        ends = [part.seq_pos_max(seq_id) for part in self.parts]
-        return min((end for end in ends if end >= 0), default=-1)
+        end = -1
+        for part in self.parts:
+            last = part.seq_pos_max(seq_id)
+            if last >= 0 and (end < 0 or last < end):
+                end = last
+        return end
 
     def n_free(self) -> int:
         """How many cells of the widest group may be filled."""
@@ -263,14 +267,15 @@ class HybridCache(Cache):
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take what microbatches need of every part, or raise and take nothing."""
-        taken: list[Placement] = []
+        taken, groups = list[Placement](), list[CellPart]()
         try:
-            taken.extend(part.take(micros) for part in self.parts)
+            for part in self.parts:
+                taken.append(part.take(micros))
+                groups += taken[-1].groups
         except BaseException:
             for placement in reversed(taken):
                 placement.release()
             raise
-        groups = [group for placement in taken for group in placement.groups]
         self._open = Placement(micros, groups, taken[-1].states)
         return self._open
 

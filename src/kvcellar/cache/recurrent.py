@@ -90,7 +90,8 @@ class RecurrentCache(Cache):
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The position of the last token, -1 when the sequence is empty."""
-        return self._history(seq_id).last
+        held = self._held(seq_id)
+        return -1 if held is None else held.history.last
 
     def n_free(self) -> int:
         """How many more tokens fit: always as many as the context was made for."""
@@ -98,7 +99,8 @@ class RecurrentCache(Cache):
 
     def seq_count(self, seq_id: int) -> int:
         """How many tokens the sequence's state has absorbed."""
-        return self._history(seq_id).n
+        held = self._held(seq_id)
+        return 0 if held is None else held.history.n
 
     def seq_tokens(self, seq_id: int) -> Int32Array:
         """Their ids in their order; -1 where an embedding was decoded."""
@@ -280,7 +282,7 @@ class RecurrentCache(Cache):
 
         Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
         """
-        last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
+        last = [-1 if held is None else held.history.last for held in self.states.of]
         check_follows(rows, last, self.states.rows())
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:

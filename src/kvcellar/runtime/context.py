@@ -164,6 +164,7 @@ class Context:
         spec = options.memory_spec(model.spec, model.why_no_kernel)
         check_threshold(options.defrag_threshold)
         self.model = model
+        self._model_spec = model.spec
         self.timings = Timings()
         self.profile: Profile | None = None
         self.n_ubatch = options.n_ubatch
@@ -395,7 +396,7 @@ class Context:
         start = perf_counter()
         pieces: list[Float32Array] = []
         in_graphs = 0.0
-        spec = self.model.spec
+        spec = self._model_spec
         with self.cache.place(
             batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
         ) as placement:

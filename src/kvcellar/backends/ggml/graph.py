@@ -13,6 +13,7 @@ import ctypes as c
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from kvcellar.types import Float32Array
 
 MAX_GRAPHS = 8
 _BUFFER = "the compute buffer"
+_generation_of = attrgetter("generation")  # of a store: changes when its tensors move
+
 NODES_PER_LAYER = 320
 """A layer that attends, scans and mixes 32 experts with all their biases takes fewer."""
 
@@ -56,7 +59,7 @@ class GraphCache:
         self._memory = memory
         self._forward = forward
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
-        self._generation = memory.generation
+        self._generations = [*map(_generation_of, memory.groups)]
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
         self._allocator = self._api.ggml_gallocr_new(kind)
@@ -76,7 +79,7 @@ class GraphCache:
         """
         if self._allocator is None:
             raise ClosedError(f"{_BUFFER} is closed with its context")
-        if self._generation != self._memory.generation:
+        if self._generations != [*map(_generation_of, self._memory.groups)]:
             self.invalidate()
         shape = Shape.of(plan)
         graph = self._graphs.get(shape)
@@ -91,7 +94,7 @@ class GraphCache:
     def invalidate(self) -> None:
         """Drop every graph: the tensors of a store have moved."""
         self._drop_all()
-        self._generation = self._memory.generation
+        self._generations = [*map(_generation_of, self._memory.groups)]
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
