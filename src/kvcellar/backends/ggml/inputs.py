@@ -54,7 +54,7 @@ class GroupInputs:
     """Where a group of attention layers writes, and what it may read."""
 
     cells: int  # i64 [n]
-    channels: int | None  # i64 [n * n_embd_v], where V's values go when V lies across
+    channels: int | None  # i64 [n * n_embd_v], where V's values go when V is transposed
     mask: int | None  # f16 [n, n_kv]
 
 
@@ -88,7 +88,7 @@ class Inputs:
             return tensor
 
         def group(spec: CacheSpec, n_kv: int) -> GroupInputs:
-            width = width_across(spec)
+            width = transposed_width(spec)
             return GroupInputs(
                 cells=new(TYPE_I64, n),
                 channels=new(TYPE_I64, n * width) if width else None,
@@ -161,7 +161,7 @@ class _GroupFeeds:
         self._cells = view_of(inputs.cells, 1)
         self._channels = view_of(inputs.channels, 1)
         self._mask = view_of(inputs.mask, 2)
-        self._starts = np.arange(width_across(spec), dtype=np.int64) * spec.size
+        self._starts = np.arange(transposed_width(spec), dtype=np.int64) * spec.size
 
     def load(self, plan: CellPlan) -> None:
         if self._cells is not None:
@@ -173,8 +173,8 @@ class _GroupFeeds:
             np.add.outer(plan.cells, self._starts, out=out)
 
 
-def width_across(spec: CacheSpec) -> int:
-    """Values of V a cell when V lies across, else 0; the same in all layers that store V."""
+def transposed_width(spec: CacheSpec) -> int:
+    """Values of V a cell when V is transposed, else 0; the same in all layers that store V."""
     return max((layer.n_embd_v for layer in spec.layers), default=0) if spec.v_trans else 0
 
 
