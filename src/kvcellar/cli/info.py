@@ -1,34 +1,70 @@
-"""``kvcellar info``: what a model is and what its cache takes."""
+"""``kvcellar info``: what a model is and what its cache takes, or what kvcellar runs on."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcellar.cli.console import console_for, human_bytes, show
-from kvcellar.cli.options import ModelName
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvcellar.cli.environment import Environment
     from kvcellar.cli.inspection import Inspection
 
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A GGUF file, or smollm2 for the demo model."),
+]
+ShowEnvironment = Annotated[
+    bool,
+    typer.Option(
+        "--environment",
+        help="Versions, processor, memory, libggml and kernels of this machine, for a bug report.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
-def info(model: ModelName, as_json: AsJson = False) -> None:
-    """Show what a model is, the cache each layer gets, what K and V take, and what fits."""
+def info(
+    model: OptionalModel = None, environment: ShowEnvironment = False, as_json: AsJson = False
+) -> None:
+    """Show what a model is, the cache each layer gets, what K and V take, and what fits.
+
+    With --environment: what kvcellar runs on here.
+    """
+    if (model is not None) == environment:
+        raise typer.BadParameter("name a model, or give --environment", param_hint="MODEL")
+    if model is None:
+        _show_environment(as_json)
+    else:
+        _show_model(model, as_json)
+
+
+def _show_environment(as_json: bool) -> None:
+    from kvcellar.cli.environment import Environment
+
+    found = Environment.current()
+    if as_json:
+        _write_json(found)
+        return
+    for name, value in _environment_rows(found):
+        print(f"{name:<20}{value}")
+
+
+def _show_model(model: str, as_json: bool) -> None:
     from kvcellar.cli.inspection import inspect
     from kvcellar.runtime.demo import find_model
 
     found = inspect(find_model(model))
     if as_json:
-        json.dump(asdict(found), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _write_json(found)
         return
     console = console_for(sys.stdout)
     show(console, _facts(found))
@@ -36,6 +72,45 @@ def info(model: ModelName, as_json: AsJson = False) -> None:
         show(console, "", _layer_table(found))
     if found.kv_types:
         show(console, "", _kv_table(found))
+
+
+def _write_json(found: Environment | Inspection) -> None:
+    json.dump(asdict(found), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _environment_rows(found: Environment) -> Iterator[tuple[str, str]]:
+    """Lines that stand alone: a report is pasted, so nothing is wrapped or coloured."""
+    yield "kvcellar", found.kvcellar
+    yield "Python", found.python
+    yield "system", found.system
+    yield "processor", found.processor
+    yield "features", _listed(found.processor_features, unknown="llvmlite would tell")
+    yield "usable processors", str(found.usable_cpus)
+    total, free = map(_bytes_or_unknown, (found.memory_total, found.memory_available))
+    yield "memory", f"{total}, {free} available"
+    for name, version in found.packages.items():
+        yield name, version or "not installed"
+    if found.libggml is None:
+        yield "libggml", f"cannot be loaded: {found.libggml_problem}"
+    else:
+        yield "libggml", f"{found.libggml} from {found.libggml_origin}"
+        yield "libggml built for", _listed(found.libggml_features)
+    yield "attention kernel", _on(found.why_no_attention_kernel)
+    yield "product kernels", _on(found.why_no_product_kernels)
+    yield from found.variables.items()
+
+
+def _listed(names: Sequence[str] | None, unknown: str = "") -> str:
+    return f"unknown ({unknown})" if names is None else ", ".join(names) or "none that matter"
+
+
+def _bytes_or_unknown(n: int | None) -> str:
+    return "unknown" if n is None else human_bytes(n)
+
+
+def _on(why_not: str | None) -> str:
+    return "on" if why_not is None else f"off: {why_not}"
 
 
 def _facts(found: Inspection) -> Table:
