@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.cli import store_tools as opened
+from kvcellar.cli import store_tools
 from kvcellar.cli.console import human_bytes
 from kvcellar.prompts.archive import import_blocks
 from kvcellar.stores.base import WRITING_S, Entry
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_told(
     out, size = tmp_path / "text.zip", int(entries[0]["n_bytes"])
     invoke("cache", "export", filled, entries[4]["key"], out)
     store = MemoryStore(3 * size)
-    monkeypatch.setattr(opened, "open_or_make", lambda _: store)
+    monkeypatch.setattr(store_tools, "open_or_make", lambda _: store)
     done = invoke("cache", "import", tmp_path / "other", out)
     assert done.exit_code == 0, done.stderr
     assert done.stdout == f"{out}: 3 blocks, {human_bytes(3 * size)}; 1 did not fit\n"

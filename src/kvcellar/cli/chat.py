@@ -12,7 +12,7 @@ import typer
 
 from kvcellar.cli import options as o
 from kvcellar.cli.conversation import Conversation, Repl
-from kvcellar.cli.prompt_store import PromptStore, kept
+from kvcellar.cli.prompt_store import PromptStore, stored_at_end
 
 
 def chat(
@@ -51,7 +51,7 @@ def chat(
     with setup.open() as context, stored.open() as prompts:
         talk = Conversation(context, answering, system, prompts)
         interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        with kept(prompts, talk.sequence):
+        with stored_at_end(prompts, talk.sequence):
             n_failed = Repl(talk, interactive=interactive, stats=stats).talk()
     if n_failed:
         raise typer.Exit(1)

@@ -70,7 +70,7 @@ class PromptStore:
         if size is None and folder_of(self.where) is not None:
             size = parse_size(FOLDER_BYTES, "--cache-bytes")
         with closing(open_or_make(self.where, size, self._ttl())) as store:
-            yield PromptCache(Forgiving(store), cache_salt=self.salt or "")
+            yield PromptCache(BestEffortStore(store), cache_salt=self.salt or "")
 
     def _size(self) -> int | None:
         return None if self.max_bytes is None else parse_size(self.max_bytes, "--cache-bytes")
@@ -80,17 +80,17 @@ class PromptStore:
 
 
 @contextmanager
-def kept(prompts: PromptCache | None, sequence: Text) -> Iterator[None]:
+def stored_at_end(prompts: PromptCache | None, sequence: Text) -> Iterator[None]:
     """Store what a sequence holds at the end, also after Ctrl-C and when the cache was full."""
     try:
         yield
     except (CacheFull, KeyboardInterrupt):
-        _keep(prompts, sequence)
+        _store_computed(prompts, sequence)
         raise
-    _keep(prompts, sequence)
+    _store_computed(prompts, sequence)
 
 
-def _keep(prompts: PromptCache | None, sequence: Text) -> None:
+def _store_computed(prompts: PromptCache | None, sequence: Text) -> None:
     """What only waits to be computed is dropped: there may be no room for it."""
     if prompts is None:
         return
@@ -101,7 +101,7 @@ def _keep(prompts: PromptCache | None, sequence: Text) -> None:
         prompts.store(sequence)
 
 
-class Forgiving:
+class BestEffortStore:
     """A store that is empty and keeps nothing from when it first fails."""
 
     def __init__(self, store: Store) -> None:

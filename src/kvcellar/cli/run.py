@@ -11,7 +11,7 @@ from kvcellar.cli import options as o
 from kvcellar.cli.console import Interrupt, Output, read_prompt
 from kvcellar.cli.conversation import chat_ids, messages_of
 from kvcellar.cli.prefill import read_tokens
-from kvcellar.cli.prompt_store import PromptStore, kept
+from kvcellar.cli.prompt_store import PromptStore, stored_at_end
 from kvcellar.cli.stats import print_profile, print_stats
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(
         recorded = context.start_profile() if profile else None
         ids = _prompt_ids(context, text, system, chat or system is not None)
         done = Completion(context.sequence())
-        with kept(prompts, done.sequence):
+        with stored_at_end(prompts, done.sequence):
             try:
                 complete(done, ids, output, answering, prompts)
             finally:

@@ -19,33 +19,33 @@ ModelName = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A GGUF file; the demo model if absent.")
 ]
 Prompt = Annotated[str, typer.Option("--prompt", help="What to continue.")]
-Hurried = Annotated[bool, typer.Option("--fast", help="Do not wait for anybody to read.")]
+Fast = Annotated[bool, typer.Option("--fast", help="Do not wait for anybody to read.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Default: the idle processors.")]
 
 
 def tour(
     model: ModelName = DEMO_NAME,
     prompt: Prompt = PROMPT,
-    fast: Hurried = False,
+    fast: Fast = False,
     threads: Threads = None,
 ) -> None:
     """A demonstration: an answer, three forks of it, a step back, and what each of them cost."""
-    from kvcellar.cli.tour_steps import Stage, Tour
+    from kvcellar.cli.tour_steps import LiveView, Tour
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
 
     if not prompt:
         raise OptionError("--prompt is empty: give the model something to go on with")
-    stage = Stage(console_for(sys.stdout), hurried=fast)
+    screen = LiveView(console_for(sys.stdout), fast=fast)
     n_threads = idle_processors() if threads is None else threads
     with Model.from_gguf(find_model(model), n_threads=n_threads) as loaded:
         context = loaded.context(n_ctx=N_CELLS, n_seq_max=4)
         try:
-            Tour(context, stage, clean(prompt)).run()
+            Tour(context, screen, clean(prompt)).run()
         except CacheFull as error:
             raise CacheFull(error.needed, error.free, "use a shorter --prompt") from error
         except KeyboardInterrupt:
-            stage.say("")
+            screen.say("")
             raise
 
 

@@ -159,15 +159,15 @@ class Cost:
         )
 
 
-class Ledger:
+class Costs:
     """The costs of all steps over one context."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.costs: list[Cost] = []
+        self.steps: list[Cost] = []
 
     @contextmanager
-    def entry(self, name: str) -> Iterator[Cost]:
+    def measure(self, name: str) -> Iterator[Cost]:
         """Measure what happens inside; the time only of what ``Cost.timed`` is given."""
         cost, times, cache = Cost(name), self._context.timings, self._context.cache
         tokens, used, rows = times.prefill_tokens + times.decode_tokens, cache.used, self._rows()
@@ -175,7 +175,7 @@ class Ledger:
         cost.n_tokens = times.prefill_tokens + times.decode_tokens - tokens
         cost.cells = cache.used - used
         cost.bytes_written = sum(map(_bytes_changed, rows, self._rows()))
-        self.costs.append(cost)
+        self.steps.append(cost)
 
     def table(self) -> Table:
         """All steps, a row each."""
@@ -185,7 +185,7 @@ class Ledger:
         table.add_column("step")
         for head in ("tokens", "ms", "ms a token", "cells", "K/V written"):
             table.add_column(head, justify="right")
-        for cost in self.costs:
+        for cost in self.steps:
             each = f"{cost.seconds * 1e3 / cost.n_tokens:.1f}" if cost.n_tokens else "-"
             table.add_row(
                 cost.name,
@@ -217,7 +217,7 @@ _FRAME, _PAUSE = 0.05, 1.5  # seconds that a frame stays, and the end of a step
 _MAX_WIDTH = 100
 
 
-class Stage:
+class LiveView:
     """A console with a sense of time.
 
     Args:
@@ -225,10 +225,10 @@ class Stage:
         hurried: never wait.
     """
 
-    def __init__(self, console: Console, *, hurried: bool) -> None:
+    def __init__(self, console: Console, *, fast: bool) -> None:
         self.console = console
         self.width = min(console.width, _MAX_WIDTH)
-        self._waits = console.is_terminal and not hurried
+        self._waits = console.is_terminal and not fast
 
     @contextmanager
     def step(self, title: str) -> Iterator[ShowFrame]:
@@ -302,15 +302,15 @@ class Tour:
 
     Args:
         context: an empty one for four sequences.
-        stage: where to show it.
+        screen: where to show it.
         prompt: what the model continues.
     """
 
-    def __init__(self, context: Context, stage: Stage, prompt: str) -> None:
+    def __init__(self, context: Context, screen: LiveView, prompt: str) -> None:
         self._context = context
-        self._stage = stage
+        self._screen = screen
         self._prompt = prompt
-        self._ledger = Ledger(context)
+        self._costs = Costs(context)
         self._trunk = context.sequence()
         self._branches: list[Sequence] = []
         self._texts: dict[int, Text] = {}
@@ -331,7 +331,7 @@ class Tour:
     def _introduce(self) -> None:
         context = self._context
         spec, n_layers = context.spec, len(context.model.spec.layers)
-        self._stage.say(
+        self._screen.say(
             Text.assemble(
                 ("kvcellar tour", "bold"),
                 f": {context.model.path.name}, {n_layers} layers; a cache of {spec.size} "
@@ -340,19 +340,19 @@ class Tour:
         )
 
     def _answer(self) -> None:
-        with self._stage.step("1 of 5  The model goes on with a prompt") as show:
+        with self._screen.step("1 of 5  The model goes on with a prompt") as show:
             seq = self._trunk
             self._texts[seq.seq_id] = Text.assemble((harmless(self._prompt), "bold"))
-            with self._ledger.entry("read the prompt") as cost:
+            with self._costs.measure("read the prompt") as cost:
                 cost.timed(lambda: seq.append(self._prompt))
                 show(self._frame())
-            with self._ledger.entry("answer") as cost:
+            with self._costs.measure("answer") as cost:
                 self._stream({seq: seq.stream(N_ANSWER)}, cost, show)
         self._report(cost)
 
     def _fork(self) -> None:
-        with self._stage.step("2 of 5  The answer is forked three times") as show:
-            with self._ledger.entry("fork three ways") as cost:
+        with self._screen.step("2 of 5  The answer is forked three times") as show:
+            with self._costs.measure("fork three ways") as cost:
                 self._branches = cost.timed(lambda: [self._trunk.fork() for _ in WAYS])
             ids = [branch.seq_id for branch in self._branches]
             self._names |= dict(zip(ids, [name for name, _, _ in WAYS], strict=True))
@@ -363,8 +363,8 @@ class Tour:
     def _go_on(self) -> None:
         self._texts = {branch.seq_id: Text.assemble(("... ", "dim")) for branch in self._branches}
         with (
-            self._stage.step("3 of 5  The forks go on, each in its own way") as show,
-            self._ledger.entry("three ways on") as cost,
+            self._screen.step("3 of 5  The forks go on, each in its own way") as show,
+            self._costs.measure("three ways on") as cost,
         ):
             streams = {
                 branch: branch.stream(N_BRANCH, temperature=temperature, seed=seed)
@@ -380,8 +380,8 @@ class Tour:
     def _roll_back(self) -> None:
         branch = self._branches[1]
         n_back = max(0, len(branch) - len(self._trunk) - N_KEPT)
-        with self._stage.step(f"4 of 5  Fork c goes back {n_back} tokens") as show:
-            with self._ledger.entry("roll back") as cost:
+        with self._screen.step(f"4 of 5  Fork c goes back {n_back} tokens") as show:
+            with self._costs.measure("roll back") as cost:
                 cost.timed(lambda: branch.trim(n_back))
             self._texts = {branch.seq_id: Text.assemble(("... ", "dim"))}
             self._write(branch, branch.text[len(self._trunk.text) :])
@@ -394,8 +394,8 @@ class Tour:
     def _go_on_differently(self) -> None:
         branch = self._branches[1]
         with (
-            self._stage.step("5 of 5  Fork c goes on differently, in the freed cells") as show,
-            self._ledger.entry("go on differently") as cost,
+            self._screen.step("5 of 5  Fork c goes on differently, in the freed cells") as show,
+            self._costs.measure("go on differently") as cost,
         ):
             cost.timed(lambda: branch.append(TURN))
             self._write(branch, TURN, "bold")
@@ -403,10 +403,10 @@ class Tour:
         self._report(cost)
 
     def _sum_up(self) -> None:
-        self._stage.heading("What it cost")
-        self._stage.say(self._ledger.table())
-        self._stage.heading("The same in Python")
-        self._stage.say_code(TEN_LINES.rstrip())
+        self._screen.heading("What it cost")
+        self._screen.say(self._costs.table())
+        self._screen.heading("The same in Python")
+        self._screen.say_code(TEN_LINES.rstrip())
 
     # -- what they are made of
 
@@ -432,7 +432,7 @@ class Tour:
 
     def _frame(self) -> RenderableType:
         """The texts, the cells, and how many there are."""
-        view, width = self._context.cache.view(), self._stage.width
+        view, width = self._context.cache.view(), self._screen.width
         texts = [line for seq_id in self._texts for line in self._paragraph(seq_id)]
         total = human_bytes(view.used_cells * self._context.spec.bytes_per_cell)
         counts = (
@@ -444,12 +444,12 @@ class Tour:
     def _paragraph(self, seq_id: int) -> Iterator[Text]:
         """A sequence's text in lines, the first begun with its letter."""
         text = self._texts[seq_id]
-        lines = text.wrap(self._stage.console, self._stage.width - 4)
+        lines = text.wrap(self._screen.console, self._screen.width - 4)
         for i, line in enumerate(lines):
             line.rstrip()
             yield (badge(seq_id).append("  ") if i == 0 else Text("   ")).append_text(line)
 
     def _report(self, cost: Cost, *remarks: str) -> None:
         for line in (str(cost), *remarks):
-            self._stage.say(Padding(Text(line, "italic"), (0, 0, 0, 5), expand=False))
-        self._stage.pause()
+            self._screen.say(Padding(Text(line, "italic"), (0, 0, 0, 5), expand=False))
+        self._screen.pause()
