@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvcellar.cli import cache, chat, info, run, tour
+from kvcellar.cli import INTERRUPTED, cache, chat, info, run, tour
 from kvcellar.cli.console import complain
-from kvcellar.cli.main import INTERRUPTED
 from kvcellar.errors import KVCellarError
 
 

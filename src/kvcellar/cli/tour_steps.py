@@ -222,7 +222,7 @@ class LiveView:
 
     Args:
         console: where to show.
-        hurried: never wait.
+        fast: never wait.
     """
 
     def __init__(self, console: Console, *, fast: bool) -> None:
