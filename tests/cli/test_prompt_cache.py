@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar.cli import store_tools
-from kvcellar.cli.console import Interrupt
-from kvcellar.cli.prefill import read_tokens
-from kvcellar.cli.prompt_store import BestEffortStore, PromptStore, stored_at_end
+from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.prompt import read_tokens
+from kvcellar.cli.prompt_cache import BestEffortStore, PromptCacheOptions, stored_at_end
 from kvcellar.cli.store_tools import open_or_make
 from kvcellar.errors import CacheFull, StoreError
 from kvcellar.prompts.cache import PromptCache
@@ -189,7 +189,7 @@ def test_a_store_that_fails_ends_no_run(
     monkeypatch.setattr(DiskStore, verb, fail)
     result = invoke("run", talker, "x" + PROMPT, *COMMON, "--prompt-cache", filled)
     assert (result.exit_code, result.stdout) == (0, plain)
-    warning = "warning: going on without the prompt cache: the disk is full\n"
+    warning = "warning: continuing without the prompt cache: the disk is full\n"
     assert result.stderr.count("warning") == result.stderr.count(warning) == 1
 
 
@@ -237,13 +237,13 @@ def test_ctrl_c_is_heard_between_pieces_and_what_came_is_stored(context: Context
     prompts, sequence = PromptCache(MemoryStore(), block_size=8), context.sequence()
     ids = list(range(1, 41))
     with pytest.raises(KeyboardInterrupt), stored_at_end(prompts, sequence):
-        read_tokens(sequence, ids, 8, Pressed(4), prompts)
+        read_tokens(sequence, ids, Pressed(4), prompts)
     assert len(sequence) == 0
     again = context.sequence()
     with pytest.raises(KeyboardInterrupt):
-        read_tokens(again, ids, 8, Pressed(1), prompts)
+        read_tokens(again, ids, Pressed(1), prompts)
     assert len(again) == 0
-    reuse = read_tokens(again, ids, 8, Pressed(9), prompts)
+    reuse = read_tokens(again, ids, Pressed(9), prompts)
     assert reuse is not None
     assert (reuse.n_reused, again.tokens) == (24, ids)
 
@@ -257,11 +257,11 @@ def test_windows_and_states_go_block_by_block(
         context, prompts = model.context(n_ctx=1024, n_ubatch=8), PromptCache(store, block_size=8)
         sequence = context.sequence()
         with pytest.raises(KeyboardInterrupt):
-            read_tokens(sequence, ids, 512, Pressed(3), prompts)
+            read_tokens(sequence, ids, Pressed(3), prompts)
         assert sum(1 for _ in store.entries()) == 2  # asked before, and after nothing was restored
         sequence.close()
         with context.sequence() as again, stored_at_end(prompts, again):
-            reuse = read_tokens(again, ids, 512, Interrupt(), prompts)
+            reuse = read_tokens(again, ids, Interrupt(), prompts)
             assert reuse is not None
             assert (reuse.n_reused, len(again)) == (16, 30)
     last = max(store.entries(), key=lambda entry: int(entry.note["start"])).key
@@ -318,6 +318,6 @@ def test_a_folder_has_a_budget_unless_one_is_given(
 
     monkeypatch.setattr(store_tools, "open_or_make", remember)
     for size in (None, "5M"):
-        with PromptStore(str(tmp_path / "store"), None, size).open():
+        with PromptCacheOptions(str(tmp_path / "store"), None, size).open():
             pass
     assert asked == [10 * 2**30, 5 * 2**20]

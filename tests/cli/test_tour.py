@@ -92,7 +92,7 @@ def test_a_slow_machine_gets_shorter_texts(talker: Path, monkeypatch: pytest.Mon
     with Model.from_gguf(talker, n_threads=1) as model:
         context = model.context(n_ctx=256, n_seq_max=4)
         Tour(context, LiveView(console_for(stream), fast=True), PROMPT).run()
-    assert "4 of 5  Fork c goes back 0 tokens" in stream.getvalue()
+    assert "4 of 5  Fork c is rolled back by 0 tokens" in stream.getvalue()
 
 
 def test_a_prompt_that_does_not_fit_is_an_error(invoke: Invoke, talker: Path) -> None:
