@@ -93,17 +93,24 @@ class Sampling:
     ] = 0.95
     min_p: Annotated[
         float,
-        _sampling("--min-p", help="Drop tokens less likely than this part of the best; 0: off."),
+        _sampling(
+            "--min-p", help="Drop tokens less likely than this fraction of the best; 0: off."
+        ),
     ] = 0.05
     repetition_penalty: Annotated[
-        float, _sampling("--repetition-penalty", help="Divide logits of tokens seen; 1: off.")
+        float,
+        _sampling("--repetition-penalty", help="Divide the logits of tokens already seen; 1: off."),
     ] = 1.0
     presence_penalty: Annotated[
-        float, _sampling("--presence-penalty", help="Subtract from logits of tokens seen; 0: off.")
+        float,
+        _sampling(
+            "--presence-penalty",
+            help="Subtract once from the logits of tokens already seen; 0: off.",
+        ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        _sampling("--frequency-penalty", help="Likewise, for each time they were seen; 0: off."),
+        _sampling("--frequency-penalty", help="Subtract for each time a token was seen; 0: off."),
     ] = 0.0
     seed: Annotated[
         int | None,
@@ -127,12 +134,19 @@ class Computing:
 
     n_ctx: Annotated[
         int | None,
-        _computing("--n-ctx", help="Cells of the cache.", show_default="as trained, at most 4096"),
+        _computing(
+            "--n-ctx",
+            help="Size of the cache in cells, one a token.",
+            show_default="as trained, at most 4096",
+        ),
     ] = None
-    type_k: Annotated[str, _computing("--type-k", help="Storage type of K.")] = "f16"
-    type_v: Annotated[str, _computing("--type-v", help="Storage type of V.")] = "f16"
+    type_k: Annotated[
+        str, _computing("--type-k", help="Storage type of K, such as f16, q8_0 or q4_0.")
+    ] = "f16"
+    type_v: Annotated[str, _computing("--type-v", help="Storage type of V, likewise.")] = "f16"
     threads: Annotated[
-        int | None, _computing("--threads", help="Compute threads.", show_default="all processors")
+        int | None,
+        _computing("--threads", help="Number of compute threads.", show_default="all processors"),
     ] = None
     n_ubatch: Annotated[int, _computing("--n-ubatch", help="Prompt tokens computed at once.")] = 512
 

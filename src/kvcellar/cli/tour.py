@@ -20,7 +20,8 @@ ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)]
 Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 Fast = Annotated[bool, typer.Option("--fast", help="Skip the pauses.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", help="Compute threads.", show_default="idle processors")
+    int | None,
+    typer.Option("--threads", help="Number of compute threads.", show_default="idle processors"),
 ]
 
 

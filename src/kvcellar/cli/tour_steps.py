@@ -130,9 +130,7 @@ class Tour:
             self._names |= dict(zip(ids, [name for name, _, _ in WAYS], strict=True))
             show(self._frame())
         one = human_bytes(len(self._trunk) * self._context.spec.bytes_per_cell)
-        self._report(
-            cost, f"Four sequences share one set of cells; three copies would take 3 x {one}."
-        )
+        self._report(cost, f"Four sequences share their cells; three copies would take 3 x {one}.")
 
     def _continue(self) -> None:
         self._texts = {branch.seq_id: Text.assemble(("... ", "dim")) for branch in self._branches}
@@ -372,7 +370,7 @@ class Costs:
     def _rows(self) -> list[ByteArray]:
         rows = []
         for cache in parts_of(self._context.cache):
-            if isinstance(cache, AttentionCache):
+            if isinstance(cache, AttentionCache):  # only these have K and V rows
                 cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
                 rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
         return rows
