@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command line; never returns."""
     try:
         _prepare_streams()
-        # Imported here, because it takes long enough for somebody to press Ctrl-C.
+        # Imported here, because it takes long enough for Ctrl-C to be pressed.
         from kvcellar.cli.app import app
 
         app(prog_name="kvcellar")

@@ -1,7 +1,7 @@
 """``--prompt-cache`` of ``run`` and ``chat``: it speeds a run up, and never makes one fail.
 
 A store that cannot be opened is an error: the option names the wrong place. One that fails later
-causes one warning, and the run goes on without it.
+causes one warning, and the run continues without it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def tour(
 
 
 def idle_processors() -> int:
-    """Return the number of processors that nobody else uses, at least one.
+    """Return the number of idle processors, at least one.
 
     Threads that compute a graph wait for each other after every operation: with more of them than
     idle processors a token takes a hundred times as long, and the tour should end within a minute.

@@ -55,7 +55,7 @@ print(a.generate(40))
 b, c, d = a.fork(), a.fork(), a.fork()    # every cell is shared, no byte copied
 print(b.generate(36), d.generate(36, temperature=1.1, seed=4), sep="\\n")
 print(c.generate(36, temperature=0.7, seed=2))
-c.trim(24).append(" -- no. One night,")   # back 24 tokens, then on differently
+c.trim(24).append(" -- no. One night,")   # roll back 24, continue differently
 print(c.generate(32), ctx.cache.view(), sep="\\n")    # who owns which cell
 """
 """The tour as a program; a test runs it."""
