@@ -84,11 +84,9 @@ def _rate(n_tokens: int, seconds: float) -> str:
 
 def _memory(context: Context) -> tuple[int, int]:
     """Return the bytes of K, V and states that are used, and those allocated."""
-    from kvcellar.cache.hybrid import parts_of
-
     states = context.memory_spec.states
     used, size = 0, 0 if states is None else states.n_bytes
-    for part in parts_of(context.cache):
+    for part in context.cache.parts:
         if part.spec.layers:
             used += part.used * part.spec.bytes_per_cell
             size += part.spec.n_bytes

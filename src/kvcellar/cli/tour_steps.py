@@ -28,7 +28,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.hybrid import parts_of
 from kvcellar.cli.console import columns_table, harmless, show
 from kvcellar.cli.units import human_bytes
 from kvcellar.types import ByteArray
@@ -369,7 +368,7 @@ class Costs:
 
     def _rows(self) -> list[ByteArray]:
         rows = []
-        for cache in parts_of(self._context.cache):
+        for cache in self._context.cache.parts:
             if isinstance(cache, AttentionCache):  # only these have K and V rows
                 cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
                 rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
