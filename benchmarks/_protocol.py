@@ -46,6 +46,7 @@ class Worker:
         script: the worker's file; a name is looked for beside this file.
         settings: passed to it at the start.
         python: the interpreter it runs in.
+        source: a folder whose packages go before those that are installed.
 
     Attributes:
         started: when the process was started.
@@ -57,7 +58,11 @@ class Worker:
     """
 
     def __init__(
-        self, script: str | Path, settings: dict[str, Any], python: str = sys.executable
+        self,
+        script: str | Path,
+        settings: dict[str, Any],
+        python: str = sys.executable,
+        source: Path | None = None,
     ) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
         self.started = perf_counter()
@@ -68,6 +73,7 @@ class Worker:
             stderr=self._stderr,
             text=True,
             start_new_session=True,
+            env=_environment(source),
         )
         try:
             self.hello = self._read()
@@ -122,6 +128,13 @@ class Worker:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-TAIL:]
         return "".join(f"\n    {line}" for line in lines)
+
+
+def _environment(source: Path | None) -> dict[str, str] | None:
+    if source is None:
+        return None
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def serve(make: Callable[[dict[str, Any]], Any]) -> None:

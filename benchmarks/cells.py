@@ -25,11 +25,11 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcellar.cache.search import find_cells
+from kvcellar.cache.placement import find_cells
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import pack_owners
 from kvcellar.testing.naive import NaiveCache, NaiveCell
-from kvcellar.types import pack_owners
 
 K32, M1 = 32 << 10, 1 << 20
 REFERENCE_32K = {  # µs

@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from kvcellar.backends.ggml.gguf import read_metadata
 from kvcellar.errors import ModelFileError
+from kvcellar.prompts.cache import PromptCache
+from kvcellar.runtime.context import Context
 from kvcellar.runtime.demo import find_model
+from kvcellar.stores.memory import MemoryStore
+from kvcellar.text.tokenizer import Tokenizer
+from tests.prompts.helpers import BLOCK
+from tests.runtime.archs import F32, opened
+from tests.text.vocabularies import MetadataMaker, make_bpe, make_spm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,6 +68,77 @@ def gemma3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gemma") / "gemma3.gguf"
     package.assemble(path)
     return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a text may be saved."""
+    return tmp_path / "text.safetensors"
+
+
+@pytest.fixture
+def llama(shared: Path) -> Iterator[Context]:
+    """A context with K and V of all tokens, exact."""
+    with opened(shared, "llama-dense", **F32) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def llama_of_module(shared: Path) -> Iterator[Context]:
+    """One for many tests; use ``plain``."""
+    with opened(shared, "llama-dense", **F32) as made:
+        yield made
+
+
+@pytest.fixture
+def plain(llama_of_module: Context) -> Iterator[Context]:
+    """The same, shared by a module's tests: each finds it empty and leaves no cell taken."""
+    yield llama_of_module
+    for sequence in llama_of_module.sequences:
+        sequence.close()
+    assert llama_of_module.cache.used == 0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """Where blocks of prompts are kept."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def prompts(store: MemoryStore) -> PromptCache:
+    """A cache of prompts over it, with small blocks."""
+    return PromptCache(store, block_size=BLOCK)
+
+
+@pytest.fixture(scope="session")
+def bpe() -> MetadataMaker:
+    """Makes metadata of a byte-level vocabulary."""
+    return make_bpe
+
+
+@pytest.fixture(scope="session")
+def spm() -> MetadataMaker:
+    """Makes metadata of a SentencePiece vocabulary."""
+    return make_spm
+
+
+@pytest.fixture(scope="session")
+def smollm2_metadata(smollm2_path: Path) -> Mapping[str, object]:
+    """Metadata of the SmolLM2 demo model."""
+    return read_metadata(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_metadata: Mapping[str, object]) -> Tokenizer:
+    """Tokenizer of the SmolLM2 demo model."""
+    return Tokenizer.from_metadata(smollm2_metadata)
+
+
+@pytest.fixture(scope="session")
+def gemma3_tokenizer(gemma3_path: Path) -> Tokenizer:
+    """Tokenizer of Gemma 3 270M."""
+    return Tokenizer.from_metadata(read_metadata(gemma3_path))
 
 
 def missing(what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""docs/architecture.md holds: who may import whom, what importing costs, how long files are."""
+"""docs/architecture.md holds: who may import whom, what importing costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import kvcellar
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 PACKAGE = "kvcellar"
-MAX_LINES = 300
 ABOVE = "the rows above"
 LAZY = ("tokenizers", "jinja2", "rich", "typer", "hypothesis", "ctypes", "libggml", "llvmlite")
 
@@ -107,9 +106,8 @@ def test_modules_import_only_what_their_row_allows(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_files_are_short_and_say_what_they_are(module: str) -> None:
+def test_every_file_says_what_it_is(module: str) -> None:
     text = MODULES[module].read_text()
-    assert text.count("\n") <= MAX_LINES
     if module != "_version":
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch, Rows
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, PositionError, SequenceIdError
-from kvcellar.types import MAX_POSITION, unpack_owners
+from kvcellar.types import MAX_POSITION
 
 
 def resolve(batch: Batch, held: dict[int, int] | None = None, n_seq_max: int = 8) -> Rows:

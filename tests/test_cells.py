@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvcellar.cells import CellTable, padded_n_kv
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import InvariantError, OptionError, PositionError, SequenceIdError
-from kvcellar.types import MAX_POSITION, pack_owners
+from kvcellar.types import MAX_POSITION
 
 Owner = int | tuple[int, ...]
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import InvariantError
-from kvcellar.types import Int64Array, pack_owners
+from kvcellar.types import Int64Array
 
 
 def put(table: CellTable, seq: int, cells: list[int], positions: list[int]) -> None:

@@ -6,10 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar._cellsets import Cells, ascending, cell_numbers
-from kvcellar._cellspan import Span
 from kvcellar.cells import CellTable
-from kvcellar.types import pack_owners
+from kvcellar.cellsets import Cells, Span, ascending, cell_numbers, pack_owners
 
 CELLS = st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True)
 POSITIONS = np.arange(100, 131, dtype=np.int32)

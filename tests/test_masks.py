@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar import masks as masks_module
-from kvcellar.masks import attention_mask, cell_lists
+from kvcellar import plan as masks_module
+from kvcellar.plan import attention_mask, cell_lists
 from kvcellar.testing.naive import NaiveCell, NaiveToken, naive_mask
 from tests.test_plan import GROUPS, OWNED, bits_of, micro_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.types import count_owners, owner_words, pack_owners, unpack_owners
+from kvcellar.cellsets import count_owners, owner_words, pack_owners, unpack_owners
 
 
 @pytest.mark.parametrize(("n_seq_max", "words"), [(1, 1), (64, 1), (65, 2), (300, 5)])

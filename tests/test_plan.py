@@ -9,17 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.batch import MicroBatch, split_by_sequence, split_equal, split_simple
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import OptionError
-from kvcellar.plan import (
-    CellPlan,
-    MicroBatch,
-    Plan,
-    split_by_sequence,
-    split_equal,
-    split_simple,
-)
+from kvcellar.plan import CellPlan, Plan
 from kvcellar.testing.naive import NaiveToken
-from kvcellar.types import Int64Array, OwnerBits, pack_owners
+from kvcellar.types import Int64Array, OwnerBits
 
 N_WORDS = 2
 GROUPS = st.frozensets(st.sampled_from([0, 1, 2, 63, 64, 127]), max_size=3)

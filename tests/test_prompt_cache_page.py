@@ -10,8 +10,8 @@ from typing import get_args
 
 import pytest
 
-from kvcellar.runtime.prompt_cache import MAX_BLOCK, PromptCache
-from kvcellar.snapshot.absence import MAX_ENTRIES, Cause
+from kvcellar.prompts.cache import MAX_BLOCK, PromptCache
+from kvcellar.prompts.misses import MAX_ENTRIES, Cause
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "prompt-cache.md"
 STEP = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)

@@ -44,16 +44,15 @@ if TYPE_CHECKING:
 
     from kvcellar.batch import Batch
     from kvcellar.cache.attention import AttentionCache
+    from kvcellar.prompts.cache import PromptCache
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.llama_files import save_llama_file
     from kvcellar.runtime.model import Model
-    from kvcellar.runtime.options import ContextOptions
-    from kvcellar.runtime.prompt_cache import PromptCache
-    from kvcellar.runtime.sampler import SamplerOptions
+    from kvcellar.runtime.options import ContextOptions, ContextShift
     from kvcellar.runtime.sequence import Sequence
-    from kvcellar.runtime.shifting import ContextShift
-    from kvcellar.snapshot.stores.opening import open_store
+    from kvcellar.stores.opening import open_store
+    from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 __all__ = [
@@ -106,15 +105,15 @@ _HOME = {
     "CacheSpec": "kvcellar.types",
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
-    "ContextShift": "kvcellar.runtime.shifting",
+    "ContextShift": "kvcellar.runtime.options",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",
-    "PromptCache": "kvcellar.runtime.prompt_cache",
-    "SamplerOptions": "kvcellar.runtime.sampler",
+    "PromptCache": "kvcellar.prompts.cache",
+    "SamplerOptions": "kvcellar.text.sampler",
     "Sequence": "kvcellar.runtime.sequence",
     "find_model": "kvcellar.runtime.demo",
-    "open_store": "kvcellar.snapshot.stores.opening",
+    "open_store": "kvcellar.stores.opening",
     "save_llama_file": "kvcellar.runtime.llama_files",
 }
 

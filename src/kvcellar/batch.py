@@ -19,16 +19,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcellar.errors import BatchError, PositionError, SequenceIdError
-from kvcellar.types import (
-    MAX_POSITION,
-    BoolArray,
-    Float32Array,
-    Int32Array,
-    OwnerBits,
-    owner_words,
-    pack_owners,
-)
+from kvcellar.cellsets import owner_words, pack_owners
+from kvcellar.errors import BatchError, OptionError, PositionError, SequenceIdError
+from kvcellar.types import MAX_POSITION, BoolArray, Float32Array, Int32Array, Int64Array, OwnerBits
 
 Logits: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[bool] | BoolArray"
 
@@ -278,3 +271,79 @@ def _filled(
             last[seq] = pos
         filled.append(pos)
     return filled
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """At most ``n_ubatch`` tokens (or embeddings) that are computed together.
+
+    ``rows`` says which token of the batch each one was; ``outputs`` are the places within this
+    microbatch whose logits are wanted.
+    """
+
+    rows: Int32Array  # [n]
+    tokens: Int32Array | None  # [n]
+    embeddings: Float32Array | None  # [n, n_embd]
+    positions: Int32Array  # [n]
+    owners: OwnerBits  # [n_words, n]
+    outputs: Int32Array  # [n_outputs], ascending
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are computed."""
+        return len(self.positions)
+
+
+def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:
+    """Neighbouring rows, as many as fit; what attention needs."""
+    _check_ubatch(n_ubatch)
+    return [np.arange(i, min(i + n_ubatch, n_rows)) for i in range(0, n_rows, n_ubatch)]
+
+
+def split_by_sequence(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
+    """Rows of one owner set each."""
+    _check_ubatch(n_ubatch)
+    return [
+        np.array(rows[i : i + n_ubatch], np.int64)
+        for groups in _segments(owners)
+        for rows in groups
+        for i in range(0, len(rows), n_ubatch)
+    ]
+
+
+def split_equal(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
+    """Equally many rows of each owner set that takes part, set after set; for recurrent states."""
+    _check_ubatch(n_ubatch)
+    result = []
+    for groups in _segments(owners):
+        left = groups
+        while left:
+            part = left[:n_ubatch]
+            n = min(min(map(len, part)), n_ubatch // len(part))
+            result.append(np.array([row for rows in part for row in rows[:n]], np.int64))
+            left = [rows[n:] for rows in part if len(rows) > n] + left[n_ubatch:]
+    return result
+
+
+def _check_ubatch(n_ubatch: int) -> None:
+    if n_ubatch < 1:
+        raise OptionError(f"n_ubatch is {n_ubatch}: it must be at least 1")
+
+
+def _segments(owners: OwnerBits) -> list[list[list[int]]]:
+    """Stretches of rows within which owner sets are equal or disjoint; in each, rows by set.
+
+    Sets that overlap without being equal share a sequence, whose rows must stay in order: the
+    second of them starts a new stretch.
+    """
+    segments: list[list[list[int]]] = []
+    groups: dict[int, list[int]] = {}
+    seen = 0
+    for row, column in enumerate(owners.T.tolist()):
+        bits = sum(word << (64 * i) for i, word in enumerate(column))
+        if bits not in groups and bits & seen:
+            segments.append(list(groups.values()))
+            groups, seen = {}, 0
+        groups.setdefault(bits, []).append(row)
+        seen |= bits
+    return [*segments, list(groups.values())] if groups else segments

@@ -5,6 +5,11 @@ and which cells each of its tokens may attend to. Plans are values: a backend ne
 
 The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
 every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
+
+Which cells a token may attend to, as a mask or as lists; both say the same.
+
+A token may attend to a cell if they share an owner and the cell's position is not after its own,
+nor further back than the window, where there is one.
 """
 
 from __future__ import annotations
@@ -14,35 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcellar.errors import OptionError
-from kvcellar.types import (
-    Float16Array,
-    Float32Array,
-    Int32Array,
-    Int64Array,
-    OwnerBits,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """At most ``n_ubatch`` tokens (or embeddings) that are computed together.
-
-    ``rows`` says which token of the batch each one was; ``outputs`` are the places within this
-    microbatch whose logits are wanted.
-    """
-
-    rows: Int32Array  # [n]
-    tokens: Int32Array | None  # [n]
-    embeddings: Float32Array | None  # [n, n_embd]
-    positions: Int32Array  # [n]
-    owners: OwnerBits  # [n_words, n]
-    outputs: Int32Array  # [n_outputs], ascending
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens are computed."""
-        return len(self.positions)
+from kvcellar.batch import MicroBatch
+from kvcellar.types import BoolArray, Float16Array, Int32Array, Int64Array, OwnerBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,56 +128,114 @@ class Plan:
         return self.groups[0].is_contiguous
 
 
-def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:
-    """Neighbouring rows, as many as fit; what attention needs."""
-    _check_ubatch(n_ubatch)
-    return [np.arange(i, min(i + n_ubatch, n_rows)) for i in range(0, n_rows, n_ubatch)]
+_MINUS_INF = np.uint16(0xFC00)  # the bits of float16's -inf; 0 is those of 0.0
+_NEVER = np.int32(2**31 - 1)  # behind every position
+_BLOCK = 1 << 18  # mask elements worked on at a time, so that they stay in the CPU's cache
 
 
-def split_by_sequence(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Rows of one owner set each."""
-    _check_ubatch(n_ubatch)
-    return [
-        np.array(rows[i : i + n_ubatch], np.int64)
-        for groups in _segments(owners)
-        for rows in groups
-        for i in range(0, len(rows), n_ubatch)
-    ]
+def attention_mask(
+    micro: MicroBatch,
+    positions: Int32Array,
+    owners: OwnerBits,
+    out: Float16Array | None = None,
+    *,
+    window: int = 0,
+) -> Float16Array:
+    """The mask of a microbatch over cells at these positions, with these owners.
+
+    Args:
+        micro: the tokens that attend.
+        positions: of the n_kv cells looked at, ``[n_kv]``; those just placed belong to them.
+        owners: of the same cells, ``[n_words, n_kv]``.
+        out: where to build it, at least ``[n, n_kv]``; the result is then a view of this array.
+        window: how many positions a token sees, its own included; 0: all.
+    """
+    shape = (micro.n_tokens, len(positions))
+    if out is None:
+        out = np.empty(shape, np.float16)
+    mask = out[: shape[0], : shape[1]]
+    bits = mask.view(np.uint16)
+    for rows, wanted in _owner_sets(micro.owners):
+        allowed = _owned(owners, wanted)
+        if len(rows) == 1:
+            allowed &= positions <= micro.positions[rows[0]]
+            if window:
+                allowed &= positions > micro.positions[rows[0]] - window
+            np.multiply(~allowed, _MINUS_INF, out=bits[rows[0]])
+        else:
+            keys = np.where(allowed, positions, _NEVER)
+            _fill_rows(bits, rows, micro.positions, keys, window)
+    return mask
 
 
-def split_equal(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Equally many rows of each owner set that takes part, set after set; for recurrent states."""
-    _check_ubatch(n_ubatch)
-    result = []
-    for groups in _segments(owners):
-        left = groups
-        while left:
-            part = left[:n_ubatch]
-            n = min(min(map(len, part)), n_ubatch // len(part))
-            result.append(np.array([row for rows in part for row in rows[:n]], np.int64))
-            left = [rows[n:] for rows in part if len(rows) > n] + left[n_ubatch:]
+def cell_lists(
+    micro: MicroBatch, positions: Int32Array, owners: OwnerBits, window: int = 0
+) -> CellLists:
+    """The cells that each token may attend to: those where :func:`attention_mask` has a 0.
+
+    Tokens with the same owners share a list, of which each sees a stretch.
+    """
+    found: list[Int32Array] = []
+    starts, ends = np.empty((2, micro.n_tokens), np.int32)
+    n = 0
+    for rows, wanted in _owner_sets(micro.owners):
+        cells, at = _by_position(np.flatnonzero(_owned(owners, wanted)), positions)
+        where = micro.positions[rows]
+        ends[rows] = n + np.searchsorted(at, where, side="right")
+        starts[rows] = n
+        if window:
+            starts[rows] += np.searchsorted(at, where - window, side="right").astype(np.int32)
+        found.append(cells.astype(np.int32))
+        n += len(cells)
+    return CellLists(found[0] if len(found) == 1 else np.concatenate(found), starts, ends)
+
+
+def _by_position(cells: Int64Array, positions: Int32Array) -> tuple[Int64Array, Int32Array]:
+    """Cells in the order of their positions, and these."""
+    at = positions[cells]
+    if bool((at[1:] >= at[:-1]).all()):
+        return cells, at
+    order = np.argsort(at, kind="stable")
+    return cells[order], at[order]
+
+
+def _owner_sets(owners: OwnerBits) -> list[tuple[Int64Array, OwnerBits]]:
+    """The distinct owner sets of tokens, each with the rows that have it."""
+    n = owners.shape[1]
+    if n == 1 or bool((owners == owners[:, :1]).all()):
+        return [(np.arange(n), owners[:, 0])]
+    rows_of: dict[bytes, list[int]] = {}
+    columns = np.ascontiguousarray(owners.T)
+    for row in range(n):
+        rows_of.setdefault(columns[row].tobytes(), []).append(row)
+    return [(np.array(rows, np.int64), columns[rows[0]]) for rows in rows_of.values()]
+
+
+def _owned(owners: OwnerBits, wanted: OwnerBits) -> BoolArray:
+    words = np.flatnonzero(wanted)
+    result = np.zeros(owners.shape[1], np.bool_)
+    for i, word in enumerate(words):
+        shared = (owners[word] & wanted[word]) != 0
+        result = shared if i == 0 else result | shared
     return result
 
 
-def _check_ubatch(n_ubatch: int) -> None:
-    if n_ubatch < 1:
-        raise OptionError(f"n_ubatch is {n_ubatch}: it must be at least 1")
-
-
-def _segments(owners: OwnerBits) -> list[list[list[int]]]:
-    """Stretches of rows within which owner sets are equal or disjoint; in each, rows by set.
-
-    Sets that overlap without being equal share a sequence, whose rows must stay in order: the
-    second of them starts a new stretch.
-    """
-    segments: list[list[list[int]]] = []
-    groups: dict[int, list[int]] = {}
-    seen = 0
-    for row, column in enumerate(owners.T.tolist()):
-        bits = sum(word << (64 * i) for i, word in enumerate(column))
-        if bits not in groups and bits & seen:
-            segments.append(list(groups.values()))
-            groups, seen = {}, 0
-        groups.setdefault(bits, []).append(row)
-        seen |= bits
-    return [*segments, list(groups.values())] if groups else segments
+def _fill_rows(
+    bits: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+    rows: Int64Array,
+    positions: Int32Array,
+    keys: Int32Array,
+    window: int,
+) -> None:
+    """Fill mask rows from the cells' positions; a cell of another owner has one never reached."""
+    step = max(1, _BLOCK // max(1, len(keys)))
+    dense = int(rows[-1]) - int(rows[0]) == len(rows) - 1
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        hidden = keys > positions[part, np.newaxis]
+        if window:
+            hidden |= keys <= positions[part, np.newaxis] - window
+        if dense:
+            np.multiply(hidden, _MINUS_INF, out=bits[int(part[0]) : int(part[-1]) + 1])
+        else:
+            bits[part] = np.multiply(hidden, _MINUS_INF)

@@ -12,8 +12,7 @@ import pytest
 from kvcellar.backends.base import KVStore, Part
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.backends.numpy.convert import NOT_MADE
-from kvcellar.backends.numpy.store import NumpyStore
+from kvcellar.backends.numpy.store import NOT_MADE, NumpyStore
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model

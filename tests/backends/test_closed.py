@@ -15,11 +15,10 @@ from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.errors import ClosedError
-from kvcellar.memory import StateLayer, StateSpec
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.testing.plans import causal_plan
-from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
+from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec, StateLayer, StateSpec
 from tests.backends.helpers import run_python
 from tests.runtime.helpers import attention
 

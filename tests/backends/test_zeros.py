@@ -16,11 +16,9 @@ import pytest
 from kvcellar.backends import memory as memory_module
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.backends.memory import check_available
-from kvcellar.backends.zeros import ZeroedMemory, owed_bytes
+from kvcellar.backends.memory import ZeroedMemory, check_available, owed_bytes
 from kvcellar.errors import AllocationError
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import ByteArray, CacheSpec, LayerSpec
+from kvcellar.types import ByteArray, CacheSpec, LayerSpec, StateLayer, StateSpec
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20

@@ -8,9 +8,10 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, OnShared
+from kvcellar.cellsets import pack_owners
+from kvcellar.testing.machine import attention_spec
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.testing.strategies import attention_spec
-from kvcellar.types import AnyArray, pack_owners
+from kvcellar.types import AnyArray
 
 
 def make(

@@ -10,14 +10,12 @@ import numpy as np
 from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.parts import parts_of
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.testing.agreement import snapshot
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.duel import snapshot
+from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import (
     ByteArray,
@@ -114,7 +112,7 @@ def recurrent(
 
 def states_of(cache: Cache) -> FailingStates:
     """The store of the states of a cache."""
-    (part,) = (part for part in parts_of(cache) if isinstance(part, RecurrentCache))
+    (part,) = (part for part in cache.parts if isinstance(part, RecurrentCache))
     assert isinstance(part.store, FailingStates)
     return part.store
 
@@ -131,7 +129,7 @@ def hybrid(kinds: str, n_kept: int = 6, like: Cache | None = None, size: int = 2
 
 def failing_of(cache: Cache, part: int) -> Failing:
     """What makes the store of a part fail."""
-    of = parts_of(cache)[part]
+    of = cache.parts[part]
     assert isinstance(of, AttentionCache | RecurrentCache)
     assert isinstance(of.store, FailingStore | FailingStates)
     return of.store.failing
@@ -147,7 +145,7 @@ def put(cache: Cache, seq_ids: int | Sequence[int], n: int, n_ubatch: int = 4) -
         for plan in placement.plans():
             ids = plan.micro.tokens
             assert ids is not None
-            groups = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
+            groups = [part for part in cache.parts if isinstance(part, AttentionCache)]
             for cells, part in zip(plan.groups, groups, strict=True):
                 assert isinstance(part.store, SignatureStore)
                 part.store.fill(cells.cells, ids.astype(np.int64), plan.micro.positions)
@@ -169,12 +167,12 @@ def assert_clean(part: AttentionCache, n_kv: int) -> None:
 def everything(cache: Cache) -> list[object]:
     """All that a failed call must leave as it was."""
     found: list[object] = [cache.in_transaction]
-    for part in parts_of(cache):
+    for part in cache.parts:
         part.check()
         if isinstance(part, AttentionCache):
             found.append(snapshot(part, only_used=True))
         if isinstance(part, SlidingCache):
-            found += [*part._room.slid, *part._checkpoints.save()]
+            found += [*part._room.evicted, *part._checkpoints.save()]
         if isinstance(part, RecurrentCache):
             held = [one for one in part.states.of if one]
             rows = [row for one in held for row in sorted(one.rows)]
@@ -188,18 +186,18 @@ def check_texts(cache: Cache, texts: dict[int, list[tuple[int, int]]]) -> None:
     for seq, text in texts.items():
         tokens = [token for token, _ in text]
         at = [position for _, position in text]
-        for part in parts_of(cache):
-            slid, gone = list[int](), list[int]()
+        for part in cache.parts:
+            evicted, gone = list[int](), list[int]()
             if isinstance(part, SlidingCache):
-                slid = part.seq_slid(seq).tolist()
-                gone = part.seq_slid_positions(seq).tolist()
-            assert [*slid, *part.seq_tokens(seq).tolist()] == tokens
+                evicted = part.seq_evicted(seq).tolist()
+                gone = part.seq_evicted_positions(seq).tolist()
+            assert [*evicted, *part.seq_tokens(seq).tolist()] == tokens
             assert [*gone, *part.seq_positions(seq).tolist()] == at
             if isinstance(part, AttentionCache):
                 assert isinstance(part.store, SignatureStore)
                 cells = part.table.cells_of(seq)
                 stands = part.table.positions[cells] - part.table.pending[cells]
-                assert part.store.content[cells].tolist() == tokens[len(slid) :]
+                assert part.store.content[cells].tolist() == tokens[len(evicted) :]
                 assert part.store.rotation[cells].tolist() == stands.tolist()
             if isinstance(part, RecurrentCache) and (held := part.states.of[seq]) is not None:
                 assert states_of(cache).text(held.row) == tuple(tokens)
@@ -209,11 +207,11 @@ def check_texts(cache: Cache, texts: dict[int, list[tuple[int, int]]]) -> None:
 
 def text_of(cache: Cache, seq: int) -> list[tuple[int, int]]:
     """What the part that knows the most knows of a sequence: tokens with their positions."""
-    part = parts_of(cache)[0]
+    part = cache.parts[0]
     tokens, at = part.seq_tokens(seq).tolist(), part.seq_positions(seq).tolist()
     if isinstance(part, SlidingCache):
-        tokens = [*part.seq_slid(seq).tolist(), *tokens]
-        at = [*part.seq_slid_positions(seq).tolist(), *at]
+        tokens = [*part.seq_evicted(seq).tolist(), *tokens]
+        at = [*part.seq_evicted_positions(seq).tolist(), *at]
     return list(zip(tokens, at, strict=True))
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.errors import (
     KVCellarError,
 )
-from kvcellar.testing.states import HistoryStore
+from kvcellar.testing.state_conformance import HistoryStore
 
 N_SEQ = 4
 

@@ -15,7 +15,7 @@ from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, OnShared
-from kvcellar.testing.agreement import PARTS
+from kvcellar.testing.duel import PARTS
 from kvcellar.testing.signs import MIXED, WIDE, Setup, check_rows, fill
 from kvcellar.types import CacheSpec, KVType
 

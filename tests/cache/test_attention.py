@@ -20,8 +20,8 @@ from kvcellar.errors import (
     SequenceIdError,
     ShiftUnsupported,
 )
+from kvcellar.testing.machine import attention_spec
 from kvcellar.testing.stores import NullStore, SignatureStore
-from kvcellar.testing.strategies import attention_spec
 from kvcellar.types import MAX_POSITION
 from tests.cache.helpers import arrange, layout, make, put, snapshot
 

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache import AttentionCache, upkeep
-from kvcellar.cache.compaction import fragmentation, plan_moves
+from kvcellar.cache import AttentionCache
+from kvcellar.cache import rows as upkeep
+from kvcellar.cache.rows import fragmentation, plan_moves
 from kvcellar.errors import NotSupported, OptionError
-from kvcellar.testing.agreement import snapshot as all_bytes
+from kvcellar.testing.duel import snapshot as all_bytes
+from kvcellar.testing.machine import attention_spec
 from kvcellar.testing.naive import naive_moves
 from kvcellar.testing.signs import Setup
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.testing.strategies import attention_spec
 from kvcellar.types import Int64Array
 from tests.cache.helpers import arrange, layout, make, put, snapshot
 from tests.cache.stores import SETUPS, signed

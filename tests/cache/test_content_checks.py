@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
-    HeldContent,
-    StateContent,
-    WindowContent,
+    CellData,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    WindowData,
 )
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec
+from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, StateLayer, StateSpec
 from tests.cache.porting_helpers import (
     N_SEQ,
     WINDOW,
@@ -44,7 +43,7 @@ SPECS: list[CacheSpec | StateSpec] = [
 ]
 
 
-def sound() -> CacheContent:
+def sound() -> SequenceData:
     """Two sequences with all there can be: shared cells, what slid out, checkpoints, states."""
     source = hybrid("fws", size=40)
     put(source, 0, 4)
@@ -60,22 +59,22 @@ CONTENT = sound()
 FULL, SLIDING = CONTENT.groups
 
 
-def in_group(**changes: Change) -> CacheContent:
+def in_group(**changes: Change) -> SequenceData:
     """With fields of the window's group changed."""
     return replace(CONTENT, groups=(FULL, _changed(SLIDING, changes)))
 
 
-def in_checkpoint(**changes: Change) -> CacheContent:
+def in_checkpoint(**changes: Change) -> SequenceData:
     """With fields of its last checkpoint changed."""
     return in_group(checkpoints=lambda all_: (*all_[:-1], _changed(all_[-1], changes)))
 
 
-def in_states(**changes: Change) -> CacheContent:
+def in_states(**changes: Change) -> SequenceData:
     """With fields of the states changed."""
     return replace(CONTENT, states=_changed(CONTENT.states, changes))
 
 
-def in_held(**changes: Change) -> CacheContent:
+def in_held(**changes: Change) -> SequenceData:
     """With fields of the first sequence's state changed."""
     return in_states(held=lambda held: (_changed(held[0], changes), *held[1:]))
 
@@ -166,12 +165,12 @@ BROKEN = {
     "V runs out": in_group(rows=layer_rows("v", cut)),
     "K of floats": in_group(rows=layer_rows("k", as_floats)),
     "V upright": in_group(rows=layer_rows("v", upright)),
-    "slid of one sequence": in_group(slid=cut),
-    "slid in one row": in_group(slid=first(lambda slid: slid[0])),
-    "slid of floats": in_group(slid=first(as_floats)),
-    "slid descends": in_group(slid=first(backwards)),
-    "slid reaches into the window": in_group(slid=first(put_at((0, -1), 14))),
-    "slid below 0": in_group(slid=first(put_at((0, 0), -1))),
+    "slid of one sequence": in_group(evicted=cut),
+    "slid in one row": in_group(evicted=first(lambda evicted: evicted[0])),
+    "slid of floats": in_group(evicted=first(as_floats)),
+    "slid descends": in_group(evicted=first(backwards)),
+    "slid reaches into the window": in_group(evicted=first(put_at((0, -1), 14))),
+    "slid below 0": in_group(evicted=first(put_at((0, 0), -1))),
     "slid of nobody": in_group(
         owners=lambda pairs: pairs[:, pairs[1] != 0], checkpoints=lambda _: ()
     ),
@@ -180,8 +179,8 @@ BROKEN = {
     "checkpoint descends": in_checkpoint(positions=backwards),
     "checkpoint of another text": in_checkpoint(tokens=put_at(0, 7)),
     "checkpoint behind the end": in_checkpoint(positions=lambda at: at + 1),
-    "checkpoint slid in one row": in_checkpoint(slid=lambda slid: slid[0]),
-    "checkpoint forgot what slid": in_checkpoint(slid=lambda slid: slid[:, :-1]),
+    "checkpoint slid in one row": in_checkpoint(evicted=lambda evicted: evicted[0]),
+    "checkpoint forgot what slid": in_checkpoint(evicted=lambda evicted: evicted[:, :-1]),
     "checkpoint without rows": in_checkpoint(rows=layer_rows("k", cut)),
     "checkpoint of nobody": in_checkpoint(owners=lambda _: ()),
     "checkpoint of strangers": in_checkpoint(owners=lambda _: (0, 2)),
@@ -217,7 +216,7 @@ ELSEWHERE = {
 }
 
 
-def refused(content: CacheContent, error: type[SnapshotError]) -> SnapshotError:
+def refused(content: SequenceData, error: type[SnapshotError]) -> SnapshotError:
     """The error by which a content is refused, nothing having changed."""
     target = hybrid("fws", size=40)
     put(target, 3, 5)
@@ -231,7 +230,7 @@ def refused(content: CacheContent, error: type[SnapshotError]) -> SnapshotError:
 
 def test_the_content_that_all_others_are_made_from_is_sound() -> None:
     check_content(CONTENT, SPECS)
-    assert SLIDING.slid[0].shape[1] > 0
+    assert SLIDING.evicted[0].shape[1] > 0
     assert len(SLIDING.checkpoints) > 1
     assert CONTENT.n_bytes > 0
     target = hybrid("fws", size=40)
@@ -345,6 +344,6 @@ def test_whatever_is_changed_is_refused_or_harmless(
 
 
 def test_the_content_has_every_kind_of_part() -> None:
-    kinds = (CellContent, WindowContent, StateContent, HeldContent)
+    kinds = (CellData, WindowData, StateData, SequenceStateData)
     names = {f.name for kind in kinds for f in fields(kind)}
     assert names <= {name for path in PATHS for name in path if isinstance(name, str)}

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache.history import History
+from kvcellar.cache.states import History
 from kvcellar.types import Int32Array
 
 

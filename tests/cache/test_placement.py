@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.search import find_cells
+from kvcellar.cache.placement import find_cells
 from kvcellar.cells import CellTable
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import BatchError, CacheError, CacheFull
-from kvcellar.types import pack_owners
 from tests.cache.helpers import arrange, layout, make, put, snapshot
 
 

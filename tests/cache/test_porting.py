@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.content import CacheContent
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     CacheError,
     CacheFull,
@@ -29,10 +29,10 @@ from kvcellar.errors import (
     SnapshotMismatch,
 )
 from kvcellar.testing.duel import Duel
+from kvcellar.testing.machine import BOUNDS, SEQ_IDS, TOKEN_OWNERS
 from kvcellar.testing.naive import NaiveCache, NaiveCell
 from kvcellar.testing.signs import Setup
 from kvcellar.testing.stores import SignatureStore
-from kvcellar.testing.strategies import BOUNDS, SEQ_IDS, TOKEN_OWNERS
 from kvcellar.types import MAX_POSITION, KVType
 from tests.cache.porting_helpers import (
     check_texts,
@@ -167,7 +167,7 @@ def test_what_is_put_in_is_what_was_taken_out_and_others_stay(
         target.check()
 
 
-def _check_content(content: CacheContent, taken: Sequence[Taken], n_seqs: int) -> None:
+def _check_content(content: SequenceData, taken: Sequence[Taken], n_seqs: int) -> None:
     """The content lists exactly those cells, each once."""
     (group,) = content.groups
     owners = [set[int]() for _ in taken]
@@ -176,7 +176,7 @@ def _check_content(content: CacheContent, taken: Sequence[Taken], n_seqs: int) -
     assert group.positions.tolist() == [one.cell.pos for one in taken]
     assert group.tokens.tolist() == [one.cell.token for one in taken]
     assert owners == [set(one.owners) for one in taken]
-    assert [slid.shape for slid in group.slid] == [(2, 0)] * n_seqs
+    assert [evicted.shape for evicted in group.evicted] == [(2, 0)] * n_seqs
     for number in range(n_seqs):
         at = [one.cell.pos for one in taken if number in one.owners]
         assert content.span(number) == ((min(at), max(at)) if at else (-1, -1))
@@ -272,7 +272,7 @@ def test_what_is_asked_for_has_to_make_sense() -> None:
     with pytest.raises(PositionError, match="largest"):
         state_set(cache, content, [1], shift=MAX_POSITION - 4)
     with pytest.raises(SnapshotMismatch, match="groups of K and V"):
-        state_set(cache, CacheContent(1, ()), [1])
+        state_set(cache, SequenceData(1, ()), [1])
     assert everything(cache) == before
 
 

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.base import Cache, KeepsCheckpoints
-from kvcellar.cache.content import CacheContent, CellContent
+from kvcellar.cache.base import Cache
+from kvcellar.cache.content import CellData, SequenceData, join, n_kept
 from kvcellar.cache.hybrid import HybridCache
-from kvcellar.cache.joining import join
-from kvcellar.cache.porting import state_get, state_set
-from kvcellar.cache.room import n_kept
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
 from tests.cache.porting_helpers import (
     WINDOW,
@@ -63,8 +61,7 @@ def test_joined_pieces_are_the_whole(
     pieces, at = [], 0
     for n in lengths:
         put(source, 1, n)
-        if isinstance(source, KeepsCheckpoints):
-            source.checkpoint(1)  # single tokens leave none by themselves
+        source.checkpoint(1)  # single tokens leave none by themselves
         if disturbed and "window" in kind:
             put(source, 0, 5)  # so that what is behind the window goes
         at += n
@@ -85,7 +82,7 @@ def test_joined_pieces_are_the_whole(
     target.check()
 
 
-def _check_same(joined: CacheContent, whole: CacheContent, windows: tuple[int, ...]) -> None:
+def _check_same(joined: SequenceData, whole: SequenceData, windows: tuple[int, ...]) -> None:
     """The same text and rows; of a window no more than it needs is held."""
     assert joined.start == whole.start
     assert joined.span(0) == whole.span(0)
@@ -111,7 +108,7 @@ def _check_same(joined: CacheContent, whole: CacheContent, windows: tuple[int, .
         assert (a.state, a.checkpoints) == (0, ())
 
 
-def _bytes(group: CellContent, i: int) -> bytes:
+def _bytes(group: CellData, i: int) -> bytes:
     """K and V of a cell."""
     return b"".join(rows[i].tobytes() for rows in (*group.rows.k, *group.rows.v))
 
@@ -119,7 +116,7 @@ def _bytes(group: CellContent, i: int) -> bytes:
 # -- one by one
 
 
-def pieces_of(cache: Cache, *ends: int) -> list[CacheContent]:
+def pieces_of(cache: Cache, *ends: int) -> list[SequenceData]:
     """Pieces of sequence 0, made while it grows."""
     found = []
     for lo, hi in zip((0, *ends), ends, strict=False):

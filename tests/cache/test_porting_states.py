@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.porting import state_get, state_set
 from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import CacheError, CacheFull, NotSupported, PositionError
 from kvcellar.types import MAX_POSITION
 from tests.cache.porting_helpers import (

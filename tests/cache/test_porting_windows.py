@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache import CheckpointBudget
-from kvcellar.cache.content import CacheContent, WindowContent
-from kvcellar.cache.porting import state_get, state_set
-from kvcellar.cache.room import n_kept
-from kvcellar.cache.slicing import pick
+from kvcellar.cache.content import SequenceData, WindowData, n_kept, pick
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     CacheFull,
     NotSupported,
@@ -136,7 +134,7 @@ def test_whole_texts_come_along_whatever_slid_out(
 def _put_in(
     source: SlidingDuel,
     target: SlidingDuel,
-    content: CacheContent,
+    content: SequenceData,
     seq_ids: Sequence[int],
     goals: Sequence[int],
     p1: int,
@@ -190,7 +188,7 @@ def grown() -> SlidingCache:
     cache.seq_cp(0, 1)
     put(cache, 0, 12)
     put(cache, 1, 1)
-    assert len(cache.seq_slid(0)) > 0
+    assert len(cache.seq_evicted(0)) > 0
     return cache
 
 
@@ -256,7 +254,7 @@ def test_a_cache_of_full_size_takes_a_window_only_if_nothing_slid_out() -> None:
     source, target = sliding(extra=8), full(window=WINDOW)
     put(target, 2, 3)
     put(source, 0, 5)
-    assert len(source.seq_slid(0)) == 0
+    assert len(source.seq_evicted(0)) == 0
     state_set(target, state_get(source, [0]), [0])
     check_texts(target, {0: text_of(source, 0)})
     before = everything(target)
@@ -319,8 +317,8 @@ def test_a_checkpoint_with_a_hole_is_refused() -> None:
     one = group.checkpoints[-1]
     gone = np.stack((one.positions[:2], one.tokens[:2]))
     rows = pick(one.rows, np.arange(2, len(one.positions)))
-    slid = np.concatenate((one.slid, gone), axis=1)
-    holey = WindowContent(one.positions[2:], one.tokens[2:], rows, slid, one.owners)
+    evicted = np.concatenate((one.evicted, gone), axis=1)
+    holey = WindowData(one.positions[2:], one.tokens[2:], rows, evicted, one.owners)
     with pytest.raises(SnapshotFileError, match="a part of the checkpoint at 15 is missing"):
         state_set(target, replace(content, groups=(replace(group, checkpoints=(holey,)),)), [0])
     assert everything(target) == before

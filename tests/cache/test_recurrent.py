@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.errors import (
     NotSupported,
     OptionError,
     PositionError,
 )
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.types import MAX_POSITION
+from kvcellar.types import MAX_POSITION, StateLayer, StateSpec
 from tests.cache.state_helpers import (
     N_SEQ,
     cache_of,

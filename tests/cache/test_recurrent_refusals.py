@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget, CheckpointPolicy
+from kvcellar.batch import Batch, MicroBatch
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import (
     BatchError,
     CacheError,
@@ -17,8 +18,6 @@ from kvcellar.errors import (
     PositionError,
     SequenceIdError,
 )
-from kvcellar.plan import MicroBatch
-from kvcellar.types import pack_owners
 from tests.cache.state_helpers import (
     N_SEQ,
     cache_of,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.testing.recurrent_traces import RecurrentReplay
-from kvcellar.testing.traces import load_traces
+from kvcellar.testing.traces import RecurrentReplay, load_traces
 
 
 @pytest.mark.parametrize("n_ubatch", [512, 3])

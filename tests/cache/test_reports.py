@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.compaction import fragmentation, plan_moves
+from kvcellar.cache.rows import fragmentation, plan_moves
 from kvcellar.errors import (
     BatchError,
     CacheFull,

@@ -14,9 +14,9 @@ import pytest
 
 from kvcellar.backends.ggml import rotation
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.compaction import plan_moves
+from kvcellar.cache.rows import plan_moves
 from kvcellar.errors import AllocationError
-from kvcellar.testing.agreement import snapshot as all_bytes
+from kvcellar.testing.duel import snapshot as all_bytes
 from kvcellar.testing.signs import WIDE, Setup, check_rows, fill, keys
 from kvcellar.types import KVType, LayerSpec, RopeSpec
 from tests.cache.helpers import put

@@ -8,7 +8,7 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.errors import AllocationError, CacheError, CacheFull, OptionError
-from kvcellar.testing.agreement import snapshot as all_bytes
+from kvcellar.testing.duel import snapshot as all_bytes
 from kvcellar.testing.signs import Setup
 from tests.cache.helpers import arrange, layout, make, put, snapshot
 from tests.cache.stores import SETUPS, signed

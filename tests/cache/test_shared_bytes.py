@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 from kvcellar.errors import CacheFull
-from kvcellar.testing.agreement import snapshot as all_bytes
+from kvcellar.testing.duel import snapshot as all_bytes
 from kvcellar.testing.signs import Setup
 from kvcellar.types import Int64Array
 from tests.cache.stores import SETUPS, Signed, signed

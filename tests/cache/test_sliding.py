@@ -22,7 +22,7 @@ from kvcellar.errors import (
     OptionError,
     SequenceIdError,
 )
-from kvcellar.testing.agreement import snapshot
+from kvcellar.testing.duel import snapshot
 from kvcellar.testing.signs import MIXED, fill
 from kvcellar.testing.sliding_duel import SlidingDuel, sliding_spec
 from kvcellar.testing.stores import SignatureStore
@@ -117,7 +117,7 @@ class TestReuse:
         cache = make(8)
         put(cache, 0, 8)
         assert held(cache) == [*range(8)]
-        assert len(cache.seq_slid(0)) == 0
+        assert len(cache.seq_evicted(0)) == 0
 
     def test_the_oldest_go_first_and_only_as_many_as_are_needed(self) -> None:
         cache = make(8)
@@ -126,8 +126,8 @@ class TestReuse:
         assert cells == [0, 1]
         assert held(cache) == [*range(2, 10)]
         assert cache.seq_pos_min(0) == 2
-        assert cache.seq_slid(0).tolist() == [100, 101]
-        assert cache.seq_slid_positions(0).tolist() == [0, 1]
+        assert cache.seq_evicted(0).tolist() == [100, 101]
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1]
         assert cache.seq_count(0) == 8
 
     def test_that_of_the_sequence_whose_window_is_farthest_ahead(self) -> None:
@@ -148,8 +148,8 @@ class TestReuse:
         put(cache, 0, 1)
         assert layout(cache) == "111100000"
         assert (held(cache, 0), held(cache, 1)) == ([5, 6, 7, 8, 9], [0, 1, 2, 3])
-        assert cache.seq_slid_positions(0).tolist() == [0, 1, 2, 3, 4]
-        assert len(cache.seq_slid(1)) == 0
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1, 2, 3, 4]
+        assert len(cache.seq_evicted(1)) == 0
 
     def test_later_microbatches_reuse_what_earlier_ones_wrote(self) -> None:
         cache = make(5, n_seq_max=1)
@@ -216,7 +216,7 @@ class TestReuse:
         with pytest.raises(AllocationError):
             cache.resize(4)
         assert snapshot(cache) == before
-        assert len(cache.seq_slid(0)) == 0
+        assert len(cache.seq_evicted(0)) == 0
 
 
 class TestEdits:
@@ -250,14 +250,14 @@ class TestEdits:
         cache = make(8)
         put(cache, 0, 8)
         put(cache, 0, 4)
-        before = snapshot(cache), cache.seq_slid_positions(0).tolist()
+        before = snapshot(cache), cache.seq_evicted_positions(0).tolist()
 
         assert cache.seq_rm(0, p0, p1) is (left is not None)
 
         if left is None:
-            assert (snapshot(cache), cache.seq_slid_positions(0).tolist()) == before
+            assert (snapshot(cache), cache.seq_evicted_positions(0).tolist()) == before
         else:
-            assert [*cache.seq_slid_positions(0), *held(cache)] == left
+            assert [*cache.seq_evicted_positions(0), *held(cache)] == left
         cache.check()
 
     def test_removing_every_sequence_is_all_or_nothing(self) -> None:
@@ -269,7 +269,7 @@ class TestEdits:
         assert cache.seq_count(1) == 2
         assert cache.seq_rm(-1) is True
         assert cache.used == 0
-        assert len(cache.seq_slid(0)) == 0
+        assert len(cache.seq_evicted(0)) == 0
 
     @pytest.mark.parametrize("p1", [9, 5, 4, 2])
     def test_a_copy_without_its_window_is_refused(self, p1: int) -> None:
@@ -279,7 +279,7 @@ class TestEdits:
         before = snapshot(cache)
         if p1 > 5:
             cache.seq_cp(0, 1, 0, p1)
-            assert cache.seq_slid_positions(1).tolist() == [0, 1, 2, 3]
+            assert cache.seq_evicted_positions(1).tolist() == [0, 1, 2, 3]
             assert held(cache, 1) == [*range(4, p1)]
         else:
             with pytest.raises(CacheError, match="seq_cp would leave sequence 1"):
@@ -292,10 +292,10 @@ class TestEdits:
         put(cache, 0, 4)
         assert cache.seq_rm(0, 1, 3)
         cache.seq_add(0, 3, -1, -2)
-        assert cache.seq_slid_positions(0).tolist() == [0, 1]
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1]
         assert held(cache) == [*range(2, 10)]
         cache.seq_add(0, 0, -1, -1)
-        assert cache.seq_slid_positions(0).tolist() == [0]
+        assert cache.seq_evicted_positions(0).tolist() == [0]
 
     @pytest.mark.parametrize("delta", [-5, -9])
     def test_moving_over_what_slid_out_is_refused(self, delta: int) -> None:
@@ -328,11 +328,11 @@ class TestEdits:
         cache = make(8)
         for seq in (0, 1):
             put(cache, seq, 6, n_ubatch=1)
-        assert (len(cache.seq_slid(0)), len(cache.seq_slid(1))) == (3, 1)
+        assert (len(cache.seq_evicted(0)), len(cache.seq_evicted(1))) == (3, 1)
         cache.seq_keep(1)
-        assert (len(cache.seq_slid(0)), len(cache.seq_slid(1))) == (0, 1)
+        assert (len(cache.seq_evicted(0)), len(cache.seq_evicted(1))) == (0, 1)
         cache.clear()
-        assert len(cache.seq_slid(1)) == 0
+        assert len(cache.seq_evicted(1)) == 0
 
     def test_unknown_sequences(self) -> None:
         cache = make()
@@ -341,7 +341,7 @@ class TestEdits:
             lambda: cache.seq_cp(0, -1),
             lambda: cache.seq_keep(2),
             lambda: cache.seq_add(2, 0, -1, 1),
-            lambda: cache.seq_slid(2),
+            lambda: cache.seq_evicted(2),
             lambda: cache.checkpoint(-1),
             lambda: cache.checkpoints(2),
             lambda: cache.rewind(2, 0),
@@ -455,7 +455,7 @@ class TestFailures:
         placement.release()
         assert snapshot(cache) == before
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert store_content(cache) == [-1] * 8
 
     def test_rows_that_came_back_are_wiped_once_they_are_freed(self) -> None:
@@ -464,11 +464,11 @@ class TestFailures:
         with cache.transaction() as t:
             put(cache, 0, 1)
             cache.seq_rm(0)
-            cache.zero_freed()
+            cache._sync.zero_freed()
             t.rollback()
         assert store_content(cache) == [0, 1, 2, 3]
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert store_content(cache) == [-1] * 4
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.cache import CheckpointBudget
-from kvcellar.testing.signed import SIGNED_LAYERS, SignedStore
+from kvcellar.testing.signs import SIGNED_LAYERS, SignedStore
 from kvcellar.testing.sliding_duel import N_SEQ, SlidingDuel
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import CacheSpec, KVType

@@ -11,7 +11,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, CheckpointBudget, SlidingCache, sliding_size
 from kvcellar.errors import CacheError, CacheFull
-from kvcellar.testing.agreement import snapshot
+from kvcellar.testing.duel import snapshot
 from kvcellar.testing.sliding_duel import SlidingDuel, sliding_spec
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.helpers import put
@@ -83,10 +83,10 @@ def test_a_placement_that_fails_changes_neither_text_nor_cells() -> None:
     """llama.cpp#25452: a failed placement left the token list and the cells disagreeing."""
     cache = make(4, 2, n_seq_max=2)
     put(cache, 0, 9, n_ubatch=2)
-    before = snapshot(cache), cache.seq_slid(0).tolist(), cache.seq_tokens(0).tolist()
+    before = snapshot(cache), cache.seq_evicted(0).tolist(), cache.seq_tokens(0).tolist()
     with pytest.raises(CacheFull):
         put(cache, 1, 11, n_ubatch=11)
-    assert (snapshot(cache), cache.seq_slid(0).tolist(), cache.seq_tokens(0).tolist()) == before
+    assert (snapshot(cache), cache.seq_evicted(0).tolist(), cache.seq_tokens(0).tolist()) == before
 
 
 # -- what positions say
@@ -109,9 +109,9 @@ def test_the_whole_text_and_what_is_held_are_told_apart() -> None:
     """llama.cpp#19225: the smallest position of the window misled callers."""
     cache = make(4, 2)
     put(cache, 0, 30, n_ubatch=2)
-    whole = [*cache.seq_slid_positions(0), *cache.seq_positions(0)]
+    whole = [*cache.seq_evicted_positions(0), *cache.seq_positions(0)]
     assert whole == [*range(30)]
-    assert [*cache.seq_slid(0), *cache.seq_tokens(0)] == [*range(100, 130)]
+    assert [*cache.seq_evicted(0), *cache.seq_tokens(0)] == [*range(100, 130)]
     assert cache.seq_pos_min(0) == 24
 
 
@@ -196,7 +196,7 @@ def test_a_context_shift_works_whatever_has_slid() -> None:
     assert cache.seq_rm(0, 4, 32) is True
     cache.seq_add(0, 32, -1, -28)
     assert cache.seq_pos_max(0) == 31
-    assert [*cache.seq_slid(0), *cache.seq_tokens(0)] == [*range(100, 104), *range(132, 160)]
+    assert [*cache.seq_evicted(0), *cache.seq_tokens(0)] == [*range(100, 104), *range(132, 160)]
     put(cache, 0, 20, n_ubatch=4)
     cache.check()
 
@@ -235,7 +235,7 @@ def test_a_cache_with_nothing_partial_keeps_no_checkpoint() -> None:
     spec = sliding_spec(16, 4, 1)
     cache = AttentionCache(spec, SignatureStore(spec))
     put(cache, 0, 8)
-    assert not hasattr(cache, "checkpoint")
+    assert not cache.checkpoint(0)
     assert cache.rewind(0, 3) == 3
 
 

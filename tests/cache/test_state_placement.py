@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvcellar.batch import MicroBatch
 from kvcellar.cache.state_placement import members_of, plan_rows
+from kvcellar.cellsets import pack_owners
 from kvcellar.errors import BatchError, CacheFull
-from kvcellar.plan import MicroBatch
-from kvcellar.types import pack_owners
 
 ZERO = 9  # the row of zeros
 

@@ -11,7 +11,7 @@ from kvcellar.backends.base import KVStore
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.testing.signed import SignedStore
+from kvcellar.testing.signs import SignedStore
 from kvcellar.testing.traces import TraceReplay, load_traces
 from kvcellar.types import CacheSpec
 

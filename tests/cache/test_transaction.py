@@ -12,7 +12,7 @@ from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, Transaction
 from kvcellar.errors import AllocationError, CacheError, CacheFull, InvariantError
-from kvcellar.testing.agreement import snapshot as all_bytes
+from kvcellar.testing.duel import snapshot as all_bytes
 from kvcellar.testing.signs import Setup
 from kvcellar.types import ByteArray, Int64Array
 from tests.cache.helpers import arrange, layout, make, put, snapshot

@@ -11,7 +11,7 @@ import pytest
 
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
-from kvcellar.types import pack_owners
+from kvcellar.cellsets import pack_owners
 from tests.cache.helpers import arrange, make, put
 
 HOSTILE = "\"><script>alert(1)</script><i title='\x1b[31m\u202e\n\0\ud800&amp;"

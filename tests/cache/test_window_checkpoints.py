@@ -12,7 +12,7 @@ from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.batch import Batch
 from kvcellar.cache import CheckpointBudget, SlidingCache
 from kvcellar.errors import AllocationError, OptionError
-from kvcellar.testing.agreement import PARTS, snapshot
+from kvcellar.testing.duel import PARTS, snapshot
 from kvcellar.testing.signs import MIXED, fill
 from kvcellar.testing.sliding_duel import sliding_spec
 from kvcellar.testing.stores import SignatureStore
@@ -131,7 +131,7 @@ class TestGoingBack:
         assert held(cache) == [*range(6, 14)]
         assert cache.seq_rm(0, 7, -1) is False
         assert cache.seq_rm(0, 6, -1) is True
-        assert (held(cache), cache.seq_slid_positions(0).tolist()) == ([3, 4, 5], [0, 1, 2])
+        assert (held(cache), cache.seq_evicted_positions(0).tolist()) == ([3, 4, 5], [0, 1, 2])
         assert cache.checkpoints(0) == (6,)
         cache.check()
 
@@ -153,7 +153,7 @@ class TestGoingBack:
         go_on(cache, 10)
         assert cache.seq_rm(0, 1, -1) is True
         assert held(cache) == [0]
-        assert cache.seq_slid(0).size == 0
+        assert cache.seq_evicted(0).size == 0
         assert cache.checkpoints(0) == ()
 
     def test_rewind_goes_back_to_the_last_one_before(self) -> None:
@@ -184,10 +184,10 @@ class TestGoingBack:
         put(cache, 0, 4)
         go_on(cache, 8)
         cache.seq_rm(0, 10, -1)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert cache.seq_rm(0, 4, -1) is True
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert isinstance(cache.store, SignatureStore)
         assert cache.store.content.tolist() == [-1] * 8
 
@@ -268,7 +268,7 @@ class TestGoingBack:
             t.rollback()
         assert snapshot(cache, only_used=True) == before
         assert cache.checkpoints(0) == (5,)
-        assert cache.seq_slid_positions(0).tolist() == [*range(5)]
+        assert cache.seq_evicted_positions(0).tolist() == [*range(5)]
 
 
 class TestWhenTheyGo:

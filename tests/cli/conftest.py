@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from kvcellar.cli.app import app
 from kvcellar.errors import ModelFileError
+from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.stores.disk import DiskStore
+from kvcellar.stores.disk import DiskStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, Start, listed

@@ -12,7 +12,7 @@ from typing import Any
 
 from typer.testing import Result
 
-from kvcellar.snapshot.stores.disk.folder import index_path, newest_index
+from kvcellar.stores.disk.index import index_path, newest_index
 
 Invoke = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]

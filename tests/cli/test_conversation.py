@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcellar.cli.conversation import Conversation
+from kvcellar.cli.chat import Conversation
 from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.options import Answering
-from kvcellar.cli.prompts import chat_ids, messages_of
+from kvcellar.cli.prompt import chat_ids, messages_of
 from kvcellar.errors import CacheFull, TemplateError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.sampler_options import SamplerOptions
+from kvcellar.text.sampler import SamplerOptions
 
 
 def answering(max_tokens: int = 10) -> Answering:
-    return Answering(max_tokens, None, SamplerOptions(temperature=0), 16)
+    return Answering(max_tokens, None, SamplerOptions(temperature=0))
 
 
 def ask(conversation: Conversation, text: str, interrupt: Interrupt | None = None) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 
 import kvcellar
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.kernel import jit
+from kvcellar.backends.ggml.jit import compiler
 from kvcellar.backends.ggml.library import ENV
-from kvcellar.cli import environment, inspection
+from kvcellar.cli import environment, model_info
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import KVType, LayerSpec
@@ -104,7 +104,7 @@ def test_what_is_no_model_is_an_error(invoke: Invoke, tmp_path: Path, content: b
 def test_memory_that_is_not_known_is_not_guessed(
     invoke: Invoke, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "available_bytes", lambda: None)
+    monkeypatch.setattr(model_info, "available_bytes", lambda: None)
     found = json.loads(invoke("info", talker, "--json").stdout)
     assert found["memory_available"] is None
     assert found["kv_types"]["f16"]["cells_that_fit"] is None
@@ -112,16 +112,16 @@ def test_memory_that_is_not_known_is_not_guessed(
 
 
 def test_weights_count_against_memory(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "available_bytes", lambda: 1000)
-    found = inspection.inspect(talker)
+    monkeypatch.setattr(model_info, "available_bytes", lambda: 1000)
+    found = model_info.read_model_info(talker)
     assert found.weight_bytes == sum(t.n_bytes for t in GgufFile(talker).tensors.values())
     assert found.memory_available == 0
     assert found.kv_types["f16"].cells_that_fit == 0
 
 
 def test_k_and_v_are_counted_by_their_own_sizes() -> None:
-    cost = inspection._cost(KVType.F16, (LayerSpec(2, 64, 32), LayerSpec(1, 64, 32)), 5000)
-    assert cost == inspection.TypeCost(2 * (128 + 64 + 64 + 32), 5000 // 576)
+    cost = model_info._cost(KVType.F16, (LayerSpec(2, 64, 32), LayerSpec(1, 64, 32)), 5000)
+    assert cost == model_info.TypeCost(2 * (128 + 64 + 64 + 32), 5000 // 576)
 
 
 ENVIRONMENT = "from kvcellar.cli.app import app; app(['info', '--environment'])"
@@ -159,7 +159,7 @@ def test_machines_get_the_same_report(invoke: Invoke) -> None:
     assert found["kvcellar"] == kvcellar.__version__
     assert set(found["packages"]) == set(environment.PACKAGES)
     assert found["libggml_problem"] is None
-    assert found["why_no_attention_kernel"] == jit.why_not()
+    assert found["why_no_attention_kernel"] == compiler.why_not()
 
 
 @pytest.mark.parametrize("args", [(), ("absent.gguf", "--environment"), ("--json",)])
@@ -170,11 +170,11 @@ def test_a_model_or_the_environment_is_asked_for(invoke: Invoke, args: tuple[str
 
 
 def test_a_kernel_that_is_off_says_why(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(jit.ENV, "off")
+    monkeypatch.setenv(compiler.ENV, "off")
     rows = _rows(invoke("info", "--environment").stdout)
     for kind in ("attention kernel", "product kernels"):
-        assert rows[kind] == f"off: {jit.ENV} turns it off"
-    assert rows[jit.ENV] == "off"
+        assert rows[kind] == f"off: {compiler.ENV} turns it off"
+    assert rows[compiler.ENV] == "off"
 
 
 def test_a_libggml_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_the_processor_is_found_or_unknown(tmp_path: Path) -> None:
 
 def test_names_of_instructions_agree_whoever_gives_them() -> None:
     """Linux and LLVM, where both tell, name alike what the kernels need."""
-    features, told = jit.host_features(), environment.processor_features()
+    features, told = compiler.host_features(), environment.processor_features()
     if features is None or told is None or platform.machine() != "x86_64":
         pytest.skip("one of the two does not tell")
     needed = {"AVX2", "FMA", "F16C", "AVX-512F", "AVX-512VL", "AVX-512BW", "AVX-512VNNI"}

@@ -12,12 +12,11 @@ import numpy as np
 from kvcellar.backends.numpy.model_file import NumpyModelFile
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.memory import MemorySpec, group_layers
 from kvcellar.models.base import Architecture
 from kvcellar.models.registry import load_architecture
 from kvcellar.plan import Plan
 from kvcellar.testing.golden import nmse
-from kvcellar.types import CacheSpec, Float32Array, KVType
+from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec, group_layers
 
 
 class Grouped:

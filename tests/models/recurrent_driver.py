@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.numpy.model_file import NumpyModelFile
-from kvcellar.batch import Batch
+from kvcellar.batch import Batch, MicroBatch, split_equal
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.placement import micro_batch
-from kvcellar.memory import MemorySpec, StateSpec, group_layers
+from kvcellar.cellsets import unpack_owners
 from kvcellar.models.base import Architecture
 from kvcellar.models.registry import load_architecture
-from kvcellar.plan import MicroBatch, Plan, StatePlan, split_equal
+from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.golden import nmse
-from kvcellar.types import CacheSpec, Float32Array, KVType, unpack_owners
+from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec, StateSpec, group_layers
 
 N_SEQ = 4
 N_ROWS = 2 * N_SEQ  # those that are read and those that are written
@@ -49,7 +49,7 @@ class Recurrent:
         placements = [cache.take(micros) for cache in self.caches]
         logits: dict[int, Float32Array] = {}
         for i, micro in enumerate(micros):
-            groups = tuple(placement.plan(i, None, False) for placement in placements)
+            groups = tuple(placement.groups[0].plan(i, None, False) for placement in placements)
             plan = Plan(micro, groups, self._plan_states(micro))
             wanted = micro.rows[micro.outputs].tolist()
             logits.update(zip(wanted, self.memory.executor.run(plan).copy(), strict=True))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.models.attention import LatentAttention
 from kvcellar.models.deepseek2 import Deepseek2
-from kvcellar.models.latent import LatentAttention
 from kvcellar.testing.uncached import uncached_logits
 from kvcellar.types import LayerSpec
 from tests.models.tiny import N_EMBD, N_HEAD, load

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import UnsupportedModel
-from kvcellar.memory import LayerMemory, StateLayer
 from kvcellar.models.falcon_h1 import SideBySide
 from kvcellar.testing.uncached import uncached_logits
-from kvcellar.types import Float32Array, LayerSpec, RopeSpec
+from kvcellar.types import Float32Array, LayerMemory, LayerSpec, RopeSpec, StateLayer
 from tests.models.tiny_recurrent import TINY_FALCON, load
 
 

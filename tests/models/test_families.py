@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelError, ModelFileError, UnsupportedModel
+from kvcellar.models.reader import TRIVIAL
 from kvcellar.models.registry import ARCHITECTURES
-from kvcellar.models.unsupported import TRIVIAL
 from kvcellar.testing.uncached import uncached_logits
 from tests.models.tiny import FAMILIES, load, metadata, tensors
 from tests.models.tiny_recurrent import FILES

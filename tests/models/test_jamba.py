@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError, UnsupportedModel
-from kvcellar.memory import LayerMemory, StateLayer
 from kvcellar.models.base import Architecture
 from kvcellar.models.blocks import Dense, Experts
 from kvcellar.testing.uncached import uncached_logits
-from kvcellar.types import LayerSpec
+from kvcellar.types import LayerMemory, LayerSpec, StateLayer
 from tests.models.tiny_recurrent import TINY_JAMBA, load
 
 N_EXPERT = 3

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.errors import UnsupportedModel
-from kvcellar.memory import LayerMemory, StateLayer
-from kvcellar.types import LayerSpec, RopeSpec
+from kvcellar.types import LayerMemory, LayerSpec, RopeSpec, StateLayer
 from tests.models.tiny_recurrent import TINY_LFM2, load
 
 ROPE = RopeSpec("neox", 4, n_ctx_orig=64)

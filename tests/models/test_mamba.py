@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import UnsupportedModel
-from kvcellar.memory import LayerMemory, StateLayer
+from kvcellar.types import LayerMemory, StateLayer
 from tests.models.tiny_recurrent import TINY_MAMBA, load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.errors import ModelFileError
-from kvcellar.memory import LayerMemory, StateLayer
+from kvcellar.types import LayerMemory, StateLayer
 from tests.models.tiny_recurrent import TINY_MAMBA2, load
 
 

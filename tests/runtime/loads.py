@@ -33,7 +33,7 @@ def written(shared: Path, arch: str, path: Path, tokens: list[int] = TEXT, **opt
 
 def seen(context: Context) -> tuple[Any, ...]:
     """What is known of a context, its K and V by the logits that they give."""
-    texts = [(s.seq_id, s.tokens, s.positions.tolist(), s.tainted) for s in context.sequences]
+    texts = [(s.seq_id, s.tokens, s.positions.tolist(), s.inexact_from) for s in context.sequences]
     return context.cache.used, context.cache.view().to_json(), texts
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.errors import ModelFileError, OptionError, UnsupportedModel
-from kvcellar.runtime.backends import BACKENDS
-from kvcellar.runtime.model import Model
+from kvcellar.runtime.model import BACKENDS, Model
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.golden import mean_nll
 from kvcellar.testing.tiny_llama import TinyLlama

@@ -12,7 +12,7 @@ import pytest
 
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
 
 pytestmark = pytest.mark.model

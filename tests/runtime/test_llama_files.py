@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.cache.porting import state_get
+from kvcellar.cache.transfer import state_get
 from kvcellar.errors import (
     CacheFull,
     ClosedError,
@@ -21,7 +21,6 @@ from kvcellar.errors import (
     SnapshotFileError,
     SnapshotMismatch,
 )
-from kvcellar.memory import MemorySpec
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.llama_files import load_llama_file, save_llama_file
 from kvcellar.runtime.model import Model
@@ -30,6 +29,7 @@ from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.writer import file_pieces
 from kvcellar.testing.golden import logprob_errors, nmse
+from kvcellar.types import MemorySpec
 from tests.runtime.archs import ARCHS, F32, PLAIN, SAME, check_logits, opened, text
 
 GOLDEN = [(g, k) for g in ("2025-01", "2026-10") for k in ("seq", "session")]

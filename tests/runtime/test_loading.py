@@ -96,7 +96,7 @@ def test_into_a_sequence(plain: Context, shared: Path, path: Path) -> None:
     written(shared, "llama-dense", path)
     sequence = plain.sequence()
     assert sequence.load(path) is sequence
-    assert sequence.tainted is None
+    assert sequence.inexact_from is None
     check_logits(plain, sequence.logits, TEXT)
 
 
@@ -108,9 +108,9 @@ def test_behind_the_text_of_a_sequence(plain: Context, shared: Path, path: Path)
     sequence.load(path, positions=11)
     assert sequence.tokens == [*text(2, 10), 3, *TEXT]
     assert sequence.positions.tolist() == list(range(51))
-    assert sequence.tainted == 11
+    assert sequence.inexact_from == 11
     sequence.append([5])
-    known = sequence.trim(41).tainted
+    known = sequence.trim(41).inexact_from
     assert known is None
     check_logits(plain, sequence.logits, [*text(2, 10), 3])
 
@@ -140,7 +140,7 @@ def test_nothing_is_added_by_an_empty_file(plain: Context, path: Path) -> None:
     logits = sequence.logits
     sequence.load(path)
     assert sequence.tokens == TEXT
-    assert sequence.tainted is None
+    assert sequence.inexact_from is None
     assert np.array_equal(sequence.logits, logits)
 
 
@@ -154,7 +154,7 @@ def test_positions_move_and_k_is_rotated(
     written(shared, "llama-dense", path)
     loaded = plain.load(path, positions=where)
     assert loaded.positions.tolist() == list(range(where, where + 40))
-    assert loaded.tainted == (0 if where else None)
+    assert loaded.inexact_from == (0 if where else None)
     assert (loaded._logits is None) == (where > 0)  # they are those of another position
     other = plain.sequence()
     batch = Batch.of(TEXT, other.seq_id, range(where, where + 40), logits="last")
@@ -190,7 +190,7 @@ def test_positions_where_there_are_states_or_windows(shared: Path, arch: str, pa
         batch = Batch.of(TEXT, other.seq_id, range(5, 45), logits="last")
         wanted = [context.decode(batch)[-1], other.append([7]).logits]
         assert nmse(loaded.append([7]).logits, wanted[1]) < SAME
-        assert loaded.tainted == 0
+        assert loaded.inexact_from == 0
 
 
 # -- parts
@@ -204,7 +204,7 @@ def test_a_part(plain: Context, shared: Path, path: Path, start: int, stop: int 
     loaded = plain.load(path, start=start, stop=stop)
     assert loaded.tokens == TEXT[start:stop]
     assert loaded.positions.tolist() == list(range(40))[start:stop]
-    assert loaded.tainted == (0 if start and loaded.tokens else None)
+    assert loaded.inexact_from == (0 if start and loaded.tokens else None)
     assert plain.cache.used == len(loaded)
     if start == 0 and loaded.tokens:
         check_logits(plain, loaded.logits, loaded.tokens)
@@ -229,7 +229,7 @@ def test_the_beginning_of_states_and_windows(shared: Path, arch: str, n: int, pa
         assert loaded.tokens == tokens[: n - 10]
         loaded.append([7])
         check_logits(context, loaded.logits, [*tokens[: n - 10], 7])
-        assert loaded.tainted is None
+        assert loaded.inexact_from is None
         if n == 400 or arch not in WINDOWED:
             before = seen(context)
             with pytest.raises(NotSupported):

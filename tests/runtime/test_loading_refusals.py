@@ -21,7 +21,7 @@ from kvcellar.errors import (
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import read_file, write_file
-from kvcellar.snapshot.native import describe, understand
+from kvcellar.snapshot.native import from_arrays, to_arrays
 from kvcellar.testing.gguf_writer import gguf_bytes
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.tiny_llama import TinyLlama
@@ -46,11 +46,11 @@ def test_a_missing_file(plain: Context, tmp_path: Path) -> None:
     none = tmp_path / "none"
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load(none))
     unchanged(plain, SnapshotFileError, "cannot read", lambda: plain.load_all(none))
-    waiting = plain.sequence([1, 2])
-    waiting.push(3)
+    pending = plain.sequence([1, 2])
+    pending.push(3)
     with pytest.raises(SnapshotFileError):
-        waiting.load(none)
-    assert plain.cache.seq_count(waiting.seq_id) == 2  # what waits still does
+        pending.load(none)
+    assert plain.cache.seq_count(pending.seq_id) == 2  # what waits still does
 
 
 MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
@@ -114,7 +114,7 @@ def test_converted_types(shared: Path, path: Path) -> None:
     with opened(shared, "llama-dense", **F32) as context:
         exact = context.load(path, convert=True)
         exact.save(path.with_name("again"))
-        one, again = (describe(understand(read_file(p))) for p in (path, path.with_name("again")))
+        one, again = (to_arrays(from_arrays(read_file(p))) for p in (path, path.with_name("again")))
         assert all(np.array_equal(again.arrays[name], one.arrays[name]) for name in one.arrays)
 
 
@@ -158,7 +158,7 @@ def bent(path: Path, change: Callable[[dict[str, Any], Any], None]) -> None:
     change(arrays, about)
     write_file(
         path,
-        describe(understand(read_file(path)))._replace(arrays=arrays, description=about),
+        to_arrays(from_arrays(read_file(path)))._replace(arrays=arrays, description=about),
         compress=False,
     )
 
@@ -175,8 +175,8 @@ def bent(path: Path, change: Callable[[dict[str, Any], Any], None]) -> None:
             lambda a, _: a.update({"sequence.0.logits": a["sequence.0.logits"] * np.nan}),
             "not finite",
         ),
-        (lambda _, d: d["texts"][0].update(grouped_end=-1), "grouped_end of -1"),
-        (lambda _, d: d["texts"][0].update(tainted=2**40), "tainted of"),
+        (lambda _, d: d["texts"][0].update(self_extended_end=-1), "grouped_end of -1"),
+        (lambda _, d: d["texts"][0].update(inexact_from=2**40), "tainted of"),
         (lambda a, _: a.update({"group.0.owners": a["group.0.owners"] + 1}), "owner of cell"),
         (lambda a, _: a.update({"group.0.positions": a["group.0.positions"][1:]}), "contradicts"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from kvcellar.batch import Batch
 from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.options import ContextShift
 from tests.runtime.archs import (
     F32,
     HYBRID,

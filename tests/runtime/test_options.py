@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import OptionError
-from kvcellar.memory import LayerMemory, LayerPlace, MemorySpec, StateLayer
 from kvcellar.models.base import ModelSpec
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.types import CacheSpec, LayerSpec
+from kvcellar.types import CacheSpec, LayerMemory, LayerPlace, LayerSpec, MemorySpec, StateLayer
 
 FULL = LayerMemory(LayerSpec(2, 32, 32))
 WINDOW = LayerMemory(LayerSpec(2, 32, 32, window=100))

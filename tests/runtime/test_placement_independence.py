@@ -118,8 +118,7 @@ def test_compaction_keeps_the_logits(context: Context) -> None:
 
 
 def test_embeddings_of_tokens_equal_the_tokens(context: Context, model: Model) -> None:
-    from kvcellar.backends.ggml.gguf import GgufFile
-    from kvcellar.backends.ggml.memory import array_at
+    from kvcellar.backends.ggml.gguf import GgufFile, array_at
 
     file = GgufFile(model.path)
     info = file.tensors["token_embd.weight"]

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.joining import join
-from kvcellar.cache.parts import parts_of
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.content import join
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotMismatch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse
@@ -36,15 +35,15 @@ def pair(shared: Path, arch: str, backend: str = "ggml", **options: Any) -> Iter
 
 def fill(context: Context) -> int:
     """Three sequences that share a text longer than any window; returns its length."""
-    slides = any(isinstance(part, SlidingCache) for part in parts_of(context.cache))
+    slides = any(isinstance(part, SlidingCache) for part in context.cache.parts)
     prefix = text(1, 300) if slides else PREFIX  # windows have 256 cells
     context.decode(Batch.of(prefix, 0))
     for seq in (1, 2):
         context.cache.seq_cp(0, seq)
     for seq, tail in enumerate(TAILS):
         context.decode(Batch.of(tail, seq))
-    for part in parts_of(context.cache):
-        assert not isinstance(part, SlidingCache) or len(part.seq_slid(0)) > 0
+    for part in context.cache.parts:
+        assert not isinstance(part, SlidingCache) or len(part.seq_evicted(0)) > 0
     return len(prefix)
 
 
@@ -176,8 +175,8 @@ def test_pieces_saved_while_a_text_grew_go_on_as_the_whole(shared: Path, arch: s
             one.decode(Batch.of(TAILS[2], 1))
             at += n
             pieces.append(state_get(one.cache, [0], at - n, at))
-        slid = [len(group.slid[0][0]) > 0 for piece in pieces for group in piece.groups]
-        assert any(slid) == (arch in WINDOWED)
+        evicted = [len(group.evicted[0][0]) > 0 for piece in pieces for group in piece.groups]
+        assert any(evicted) == (arch in WINDOWED)
         joined = join(pieces, [group.window for group in one.memory_spec.groups])
         state_set(two.cache, joined, [1])
         assert joined.groups[0].text_of(0)[1].tolist() == tokens

@@ -15,16 +15,16 @@ import pytest
 from gguf import GGUFReader
 
 from kvcellar.backends.ggml import model_memory
-from kvcellar.backends.ggml.convert import to_rows
+from kvcellar.backends.ggml.jit.lanes import FORMATS
+from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.backends.ggml.model_file import GgmlModelFile
-from kvcellar.backends.ggml.product.format import FORMATS
-from kvcellar.backends.ggml.product.products import why_no_products
+from kvcellar.backends.ggml.store import to_rows
 from kvcellar.batch import Batch
 from kvcellar.runtime.model import Model
 from kvcellar.testing.gguf_writer import RawTensor, Tensor, Value, write_gguf
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array, KVType
-from tests.backends.ggml.product.weights import random_rows
+from tests.backends.ggml.jit.weights import random_rows
 from tests.runtime.archs import ARCHS, text
 
 REASON = why_no_products()

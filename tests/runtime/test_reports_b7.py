@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import CacheFull, SnapshotFileError, StoreError
+from kvcellar.prompts.cache import PromptCache
+from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.absence import Absence
-from kvcellar.snapshot.stores.disk import DiskStore
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.uncached import uncached_logits
+from tests.prompts.helpers import BLOCK, SIZES, FailingStore, append, failing, n_reused
 from tests.runtime.archs import F32, HYBRID, PLAIN, RECURRENT, SAME, WINDOWED, fresh, opened, text
-from tests.runtime.prompts import BLOCK, SIZES, FailingStore, append, failing, n_reused
 
 KINDS = [PLAIN[2], WINDOWED[1], HYBRID[1], RECURRENT[1]]
 TOKENS = text(1, 70)
@@ -103,8 +103,8 @@ def test_after_a_restart_all_that_was_saved_is_reused(
         store = DiskStore(tmp_path / "store", fsync=False)
         prompts = PromptCache(store, block_size=BLOCK)
         with opened(shared, arch, **F32) as context:
-            reuse, logits, sequence = append(prompts, context, TOKENS)
-            saved.append((prompts.store(sequence) * BLOCK, reuse.n_reused, logits))
+            hit, logits, sequence = append(prompts, context, TOKENS)
+            saved.append((prompts.store(sequence) * BLOCK, hit.n_reused, logits))
         store.close()
     assert [n for _, n, _ in saved] == [0, saved[0][0]] == [0, 64]
     np.testing.assert_array_equal(saved[0][2], saved[1][2])
@@ -133,8 +133,8 @@ def test_two_models_save_both_into_one_store(shared: Path, tmp_path: Path) -> No
             opened(shared, "qwen2-dense", **F32) as draft,
         ):
             for context in (draft, target):
-                reuse, logits, _ = append(prompts, context, TOKENS)
-                assert reuse.n_reused == n_expected
+                hit, logits, _ = append(prompts, context, TOKENS)
+                assert hit.n_reused == n_expected
                 assert nmse(logits, fresh(context, TOKENS)) < SAME
         store.close()
 
@@ -150,8 +150,8 @@ def test_without_v_it_does_not_matter_how_v_lies(shared: Path, tmp_path: Path) -
         sequence.save(tmp_path / "file")
         assert nmse(two.load(tmp_path / "file").logits, sequence.logits) < SAME
         append(prompts, one, TOKENS)
-        reuse, logits, _ = append(prompts, two, TOKENS)
-        assert reuse.n_reused == 64
+        hit, logits, _ = append(prompts, two, TOKENS)
+        assert hit.n_reused == 64
         assert nmse(logits, sequence.logits) < SAME
 
 
@@ -173,10 +173,10 @@ def test_restored_not_found_and_failed_are_told_apart(context: Context) -> None:
     append(prompts, context, TOKENS)[2].close()
     sequence = context.sequence()
     for asked, n in ((text(2, 70), 0), (TOKENS, 64)):
-        reuse = prompts.restore(sequence, asked)
-        assert (reuse.n_reused, sequence.tokens) == (n, asked[:n])
-        assert reuse.why is not None
-        assert reuse.why == (Absence("diverged", 0) if n == 0 else Absence("no whole block", 64))
+        hit = prompts.restore(sequence, asked)
+        assert (hit.n_reused, sequence.tokens) == (n, asked[:n])
+        assert hit.why is not None
+        assert hit.why == (Miss("diverged", 0) if n == 0 else Miss("no whole block", 64))
         sequence.trim(len(sequence))
     with failing(store, "get"), pytest.raises(StoreError):
         prompts.restore(sequence, TOKENS)
@@ -199,8 +199,8 @@ def test_prompts_that_take_turns_in_one_sequence_are_each_computed_once(context:
     prompts, header = PromptCache(MemoryStore(), block_size=BLOCK), text(6, 20)
     reused = []
     for seed in (7, 8, 7, 8, 7):
-        reuse, _, sequence = append(prompts, context, header + text(seed, 50))
-        reused.append(reuse.n_reused)
+        hit, _, sequence = append(prompts, context, header + text(seed, 50))
+        reused.append(hit.n_reused)
         sequence.close()
     assert reused == [0, 16, 64, 64, 64]
 
@@ -226,7 +226,7 @@ def test_what_was_behind_a_removal_is_used_again(shared: Path) -> None:
         assert nmse(by_edits.append([5]).logits, sequence.append([5]).logits) < SAME
         computed = uncached_logits(model.architecture, [a, b, e, f, h, j, 5])[-1]
         assert nmse(sequence.logits, computed) > SAME  # which is why it is tainted:
-        assert by_edits.tainted == 2
+        assert by_edits.inexact_from == 2
 
 
 def test_what_was_moved_is_never_found_as_if_it_were_computed(llama: Context) -> None:
@@ -276,8 +276,8 @@ def test_a_session_has_a_salt(context: Context) -> None:
     store = MemoryStore()
     alice, bob = (PromptCache(store, block_size=BLOCK, cache_salt=name) for name in ("a", "b"))
     append(alice, context, TOKENS)[2].close()
-    reuse, logits, sequence = append(bob, context, TOKENS)
-    assert (reuse.n_reused, reuse.why) == (0, Absence("nothing stored", 0))
+    hit, logits, sequence = append(bob, context, TOKENS)
+    assert (hit.n_reused, hit.why) == (0, Miss("nothing stored", 0))
     assert nmse(logits, fresh(context, TOKENS)) < SAME
     sequence.close()
     assert n_reused(alice, context, TOKENS) == n_reused(bob, context, TOKENS) == 64

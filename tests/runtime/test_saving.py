@@ -15,8 +15,8 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot import container
 from kvcellar.snapshot.container import read_description, read_file
-from kvcellar.snapshot.native import understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.native import from_arrays
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.testing.golden import nmse
 from tests.runtime.archs import (
     ARCHS,
@@ -57,7 +57,7 @@ def closing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def saved(path: Path) -> Snapshot:
-    return understand(read_file(path))
+    return from_arrays(read_file(path))
 
 
 def n_decoded(context: Context) -> int:
@@ -82,7 +82,7 @@ def test_save_load_save_is_the_same(shared: Path, arch: str, backend: str, path:
         loaded.save(path)
         assert_same(saved(path), first)
         assert n_decoded(context) == n_before
-        assert loaded.tainted is None
+        assert loaded.inexact_from is None
         got, wanted = (s.append(text(3, 3)).logits for s in (loaded, sequence))
         assert nmse(got, wanted) < 1e-5  # cells stand elsewhere, rows of f16 may differ by a bit
         context.cache.check()
@@ -137,7 +137,7 @@ def test_a_shift_that_is_pending_is_applied(plain: Context, path: Path) -> None:
     loaded = plain.load(path)
     assert loaded.positions.tolist() == list(range(17))
     assert nmse(loaded.append([7]).logits, sequence.append([7]).logits) < SAME
-    assert loaded.tainted == sequence.tainted == 3
+    assert loaded.inexact_from == sequence.inexact_from == 3
 
 
 def test_grouped_tokens_keep_their_order(plain: Context, path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_part_of_a_plain_text(plain: Context, path: Path, start: int, stop: in
     loaded = plain.load(path)
     assert loaded.tokens == text(1, 20)[start:stop]
     assert loaded.positions.tolist() == list(range(20))[start:stop]
-    assert loaded.tainted == (0 if start and loaded.tokens else None)
+    assert loaded.inexact_from == (0 if start and loaded.tokens else None)
     if start == 0 and loaded.tokens:
         check_logits(plain, loaded.logits, loaded.tokens)
 
@@ -183,7 +183,7 @@ def test_a_part_of_no_tokens(context: Context, path: Path, at: int) -> None:
     sequence = context.sequence(text(1, 20))
     sequence.save(path, start=at, stop=at)
     loaded = context.load(path)
-    assert (loaded.tokens, loaded.tainted, sequence.tokens) == ([], None, text(1, 20))
+    assert (loaded.tokens, loaded.inexact_from, sequence.tokens) == ([], None, text(1, 20))
     loaded.append(text(2, 3))
     check_logits(context, loaded.logits, text(2, 3))
 
@@ -319,8 +319,8 @@ def test_a_wider_type_loses_nothing(shared: Path, path: Path) -> None:
             sequence.save(path, type_k="f32", type_v="f32")
             loaded = context.load(path, convert=True)
             assert np.array_equal(loaded.logits, sequence.logits)
-            assert loaded.rounded  # nobody can tell that f32 lost nothing
-            loaded.rounded = ""
+            assert loaded.stored_as  # nobody can tell that f32 lost nothing
+            loaded.stored_as = ""
             loaded.save(path)
             if not types:  # a block's scale may differ by a bit
                 assert_same(saved(path), plainly)
@@ -331,13 +331,13 @@ def test_a_file_knows_that_its_rows_were_rounded_before(shared: Path, path: Path
         context.sequence(text(1, 20)).save(path, type_k="f32", type_v="f32")
     with opened(shared, "llama-dense", type_k="f32", type_v="f32") as context:
         loaded = context.load(path)  # stored as the context would, but computed as f16
-        assert loaded.rounded
+        assert loaded.stored_as
         loaded.save(path)
         again = context.load(path)
-        assert again.rounded == loaded.rounded
+        assert again.stored_as == loaded.stored_as
         fresh = context.sequence(text(1, 20))
         fresh.save(path)
-        assert fresh.rounded == context.load(path).rounded == ""
+        assert fresh.stored_as == context.load(path).stored_as == ""
 
 
 @pytest.mark.parametrize("arguments", [{"type_k": "f17"}, {"type_v": "nonsense"}])

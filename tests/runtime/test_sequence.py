@@ -13,7 +13,7 @@ from kvcellar.batch import Batch
 from kvcellar.errors import BatchError, CacheFull, ClosedError, OptionError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.sampler_options import SamplerOptions
+from kvcellar.text.sampler import SamplerOptions
 from kvcellar.types import Float32Array
 
 

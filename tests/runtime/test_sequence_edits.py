@@ -11,11 +11,11 @@ import pytest
 from kvcellar.errors import CacheFull, OptionError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
-from tests.runtime.conftest import make_bpe
 from tests.runtime.helpers import attention
+from tests.text.vocabularies import make_bpe
 
 N_CTX = 32
 TOKENS = list(range(40, 60))
@@ -118,11 +118,11 @@ def test_what_is_empty_forgets_other_types(context: Context) -> None:
     """What comes next is computed here, however the rest went."""
     for n_removed in (20, 0, 9):
         with context.sequence(TOKENS) as sequence:
-            sequence.rounded = "loaded from other types"
+            sequence.stored_as = "loaded from other types"
             sequence.trim(1).append(TOKENS[-1:]).remove(19, 20).append(TOKENS[-1:])
-            assert sequence.rounded
+            assert sequence.stored_as
             sequence.remove(0, n_removed).trim(20 - n_removed)
-            assert sequence.rounded == ""
+            assert sequence.stored_as == ""
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 3), (0, 21), (21, 21)])
@@ -256,8 +256,8 @@ class TestSelfExtend:
     def test_whole_windows_are_grouped(self, context: Context) -> None:
         sequence = context.sequence(TOKENS)
         assert sequence.self_extend(group=2, width=8) is sequence
-        grouped = [i // 2 for i in range(16)]
-        assert sequence.positions.tolist() == [*grouped, 8, 9, 10, 11]
+        self_extended = [i // 2 for i in range(16)]
+        assert sequence.positions.tolist() == [*self_extended, 8, 9, 10, 11]
         assert sequence.tokens == TOKENS
         sequence.self_extend(2, 8)  # no window is full
         assert sequence.positions[-1] == 11

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import OptionError
-from kvcellar.runtime.shifting import ContextShift
+from kvcellar.runtime.options import ContextShift
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,26 @@ import numpy as np
 
 from kvcellar.cache.content import (
     NO_TOKENS,
-    CacheContent,
-    CellContent,
-    HeldContent,
+    CellData,
     RowBytes,
-    StateContent,
-    WindowContent,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    WindowData,
 )
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
-from kvcellar.snapshot.fingerprint import fingerprint
-from kvcellar.snapshot.native import describe
-from kvcellar.snapshot.saved import SavedText, Snapshot
-from kvcellar.types import CacheSpec, Int32Array, KVType, LayerSpec, RopeSpec
+from kvcellar.snapshot.native import to_arrays
+from kvcellar.snapshot.snapshot import SavedText, Snapshot, fingerprint
+from kvcellar.types import (
+    CacheSpec,
+    Int32Array,
+    KVType,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+    StateLayer,
+    StateSpec,
+)
 
 N_VOCAB, WINDOW, N_SEQS = 11, 3, 3
 ROPE = RopeSpec("neox", 8, factors=(1.0, 1.5, 2.0, 4.0))
@@ -44,7 +52,7 @@ def sample(
     rng, spec = np.random.default_rng(seed), memory_spec(kind_k, kind_v)
     texts = [rng.integers(0, N_VOCAB, n).astype(np.int32) for n in lengths]
     full, window = spec.groups
-    content = CacheContent(
+    content = SequenceData(
         len(lengths),
         (_full(rng, full, texts), _window(rng, window, texts)),
         _states(rng, texts),
@@ -53,7 +61,7 @@ def sample(
     return Snapshot(fingerprint("sample", "ab" * 32, spec), content, saved, {"for": "tests"})
 
 
-def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellContent:
+def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellData:
     """All tokens, a cell each; the first cells of the first two sequences are shared."""
     shared = min([len(text) for text in texts[:2]], default=0) // 2
     pairs: list[tuple[int, int]] = []
@@ -70,10 +78,10 @@ def _full(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) ->
     owners = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
     rows = _rows(rng, spec, len(at))
     none = (NO_TOKENS,) * len(texts)
-    return CellContent(np.array(at, np.int32), np.array(tokens, np.int32), owners, rows, none)
+    return CellData(np.array(at, np.int32), np.array(tokens, np.int32), owners, rows, none)
 
 
-def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellContent:
+def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) -> CellData:
     """The last tokens of each, what slid out before them, and a checkpoint of the first."""
     positions = [np.arange(len(text), dtype=np.int32) for text in texts]
     kept = [at[-WINDOW:] for at in positions]
@@ -82,20 +90,20 @@ def _window(rng: np.random.Generator, spec: CacheSpec, texts: list[Int32Array]) 
     tokens = np.concatenate(
         [np.empty(0, np.int32), *(t[i] for t, i in zip(texts, kept, strict=True))]
     )
-    slid = tuple(
+    evicted = tuple(
         np.stack((p[:-WINDOW], t[:-WINDOW])) for p, t in zip(positions, texts, strict=True)
     )
     owners = np.stack((np.arange(len(at)), seqs)).astype(np.int64)
-    checkpoints: tuple[WindowContent, ...] = ()
+    checkpoints: tuple[WindowData, ...] = ()
     if texts and len(texts[0]) > WINDOW:
         old = positions[0][:WINDOW]
         rows = _rows(rng, spec, WINDOW)
-        checkpoints = (WindowContent(old, texts[0][old], rows, NO_TOKENS, (0,)),)
-    return CellContent(at, tokens, owners, _rows(rng, spec, len(at)), slid, checkpoints)
+        checkpoints = (WindowData(old, texts[0][old], rows, NO_TOKENS, (0,)),)
+    return CellData(at, tokens, owners, _rows(rng, spec, len(at)), evicted, checkpoints)
 
 
-def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
-    held: list[HeldContent | None] = []
+def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateData:
+    held: list[SequenceStateData | None] = []
     n_states = 0
     for text in texts:
         if not len(text):
@@ -103,9 +111,9 @@ def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateContent:
             continue
         kept = ((len(text) // 2, n_states + 1),) if len(text) > 1 else ()
         at = np.arange(len(text), dtype=np.int32)
-        held.append(HeldContent(at, text, n_states, kept))
+        held.append(SequenceStateData(at, text, n_states, kept))
         n_states += 1 + len(kept)
-    return StateContent(rng.normal(size=(n_states, 9)).astype(np.float32), tuple(held))
+    return StateData(rng.normal(size=(n_states, 9)).astype(np.float32), tuple(held))
 
 
 def _rows(rng: np.random.Generator, spec: CacheSpec, n: int) -> RowBytes:
@@ -125,7 +133,7 @@ def _text(rng: np.random.Generator, number: int, size: int) -> SavedText:
 
 def assert_same(a: Snapshot, b: Snapshot) -> None:
     """See that two snapshots are equal, byte for byte."""
-    one, other = describe(a), describe(b)
+    one, other = to_arrays(a), to_arrays(b)
     assert one.description == other.description
     assert list(one.arrays) == list(other.arrays)
     for name, array in one.arrays.items():

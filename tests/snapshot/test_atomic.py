@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvcellar.errors import SnapshotFileError
+from kvcellar.prompts.archive import export_blocks
+from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.llama_files import save_llama_file
 from kvcellar.runtime.model import Model
-from kvcellar.runtime.prompt_cache import PromptCache
-from kvcellar.snapshot.archive import export_blocks
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.stores.memory import MemoryStore
+from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 

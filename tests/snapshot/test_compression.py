@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from kvcellar.errors import LibraryError, SnapshotFileError
-from kvcellar.snapshot.compression import MAX_RATIO, pack, unpack
-from kvcellar.snapshot.container import from_bytes, read_file, to_bytes, write_file
-from kvcellar.snapshot.native import describe
+from kvcellar.snapshot.container import (
+    MAX_RATIO,
+    from_bytes,
+    pack,
+    read_file,
+    to_bytes,
+    unpack,
+    write_file,
+)
+from kvcellar.snapshot.native import to_arrays
 from kvcellar.types import AnyArray
 from tests.snapshot.samples import sample
 
@@ -162,13 +169,13 @@ def test_without_the_library_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x"
-    write_file(path, describe(sample(lengths=(40, 0, 0))), compress=True)
-    plain = to_bytes(describe(sample()), compress=False)
+    write_file(path, to_arrays(sample(lengths=(40, 0, 0))), compress=True)
+    plain = to_bytes(to_arrays(sample()), compress=False)
     before = path.read_bytes()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for call in (
-        lambda: write_file(path, describe(sample()), compress=True),
-        lambda: to_bytes(describe(sample()), compress=True),
+        lambda: write_file(path, to_arrays(sample()), compress=True),
+        lambda: to_bytes(to_arrays(sample()), compress=True),
         lambda: read_file(path),
         lambda: from_bytes(before),
     ):

@@ -26,7 +26,7 @@ from kvcellar.snapshot.container import (
     to_bytes,
     write_file,
 )
-from kvcellar.snapshot.native import VERSION, describe, understand
+from kvcellar.snapshot.native import VERSION, from_arrays, to_arrays
 from kvcellar.types import AnyArray, KVType
 from tests.snapshot.samples import assert_same, sample
 
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, seed: int = 0, *, compress: bool = False) -> int:
-    return write_file(path, describe(sample(seed)), compress=compress)
+    return write_file(path, to_arrays(sample(seed)), compress=compress)
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -50,33 +50,33 @@ def metadata_of(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("kind", [KVType.F32, KVType.F16, KVType.Q8_0])
 def test_what_is_written_is_read(path: Path, kind: KVType, compress: bool) -> None:
     snapshot = sample(kind_k=kind)
-    n_bytes = write_file(path, describe(snapshot), compress=compress)
+    n_bytes = write_file(path, to_arrays(snapshot), compress=compress)
     assert n_bytes == path.stat().st_size
-    assert_same(understand(read_file(path)), snapshot)
+    assert_same(from_arrays(read_file(path)), snapshot)
 
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_bytes_are_those_of_a_file(path: Path, compress: bool) -> None:
     write(path, compress=compress)
-    data = to_bytes(describe(sample()), compress=compress)
+    data = to_bytes(to_arrays(sample()), compress=compress)
     assert len(data) == path.stat().st_size
-    assert_same(understand(from_bytes(path.read_bytes())), sample())
+    assert_same(from_arrays(from_bytes(path.read_bytes())), sample())
     for kind in (bytes, bytearray, memoryview):
-        assert_same(understand(from_bytes(kind(data))), sample())
+        assert_same(from_arrays(from_bytes(kind(data))), sample())
 
 
 def test_what_was_there_is_replaced(path: Path) -> None:
     write(path, 1)
     before = path.read_bytes()
     write(path)
-    assert_same(understand(read_file(path)), sample())
-    assert_same(understand(from_bytes(before)), sample(1))
+    assert_same(from_arrays(read_file(path)), sample())
+    assert_same(from_arrays(from_bytes(before)), sample(1))
 
 
 def test_plain_safetensors_reads_it(path: Path) -> None:
     write(path)
     arrays = load_file(path)
-    wanted = describe(sample()).arrays
+    wanted = to_arrays(sample()).arrays
     assert set(arrays) == set(wanted)
     for name, array in arrays.items():
         assert array.dtype == wanted[name].dtype
@@ -91,7 +91,7 @@ def test_the_metadata_say_what_it_is(path: Path) -> None:
     assert metadata["version"] == str(VERSION) == "1"
     assert metadata["kvcellar"] == kvcellar.__version__
     about = json.loads(metadata["description"])
-    assert set(about) == {*describe(sample()).description, "arrays"}
+    assert set(about) == {*to_arrays(sample()).description, "arrays"}
     assert read_description(path) == {**about, "version": "1", "kvcellar": kvcellar.__version__}
     assert set(about["arrays"]) == set(load_file(path))
     assert all(len(one["hash"]) == 32 for one in about["arrays"].values())
@@ -333,4 +333,4 @@ def test_it_has_the_permissions_of_any_new_file(path: Path, tmp_path: Path) -> N
 def test_the_longest_name_there_can_be(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     write(path)
-    assert_same(understand(read_file(path)), sample())
+    assert_same(from_arrays(read_file(path)), sample())

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.hadamard import transform
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.conversion import converted
-from kvcellar.snapshot.fingerprint import check_same, fingerprint
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.snapshot import Snapshot, check_same, converted, fingerprint
 from kvcellar.testing.golden import nmse
 from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
 from tests.snapshot.samples import assert_same, memory_spec, sample

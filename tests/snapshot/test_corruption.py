@@ -18,8 +18,8 @@ from kvcellar.errors import KVCellarError, SnapshotError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import _hash, from_bytes, read_file, to_bytes
-from kvcellar.snapshot.native import describe, understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.native import from_arrays, to_arrays
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import AnyArray
 from tests.runtime.archs import check_logits, opened, text
@@ -197,12 +197,12 @@ def small() -> Snapshot:
 @pytest.mark.parametrize("name", DAMAGES)
 def test_bytes_are_refused_or_give_what_was_saved(small: Snapshot, name: str) -> None:
     damage, n = DAMAGES[name]
-    data = [to_bytes(describe(small), compress=bool(i)) for i in range(2)]
+    data = [to_bytes(to_arrays(small), compress=bool(i)) for i in range(2)]
     rng, n_refused = np.random.default_rng(len(name)), 0
     for i in range(n):
         damaged = damage(rng, data[i % 2])
         try:
-            found = understand(from_bytes(damaged))
+            found = from_arrays(from_bytes(damaged))
         except SnapshotError:
             n_refused += 1
             continue
@@ -215,7 +215,7 @@ def test_there_are_thousands() -> None:
 
 
 def test_tensors_of_another_file_are_refused() -> None:
-    files = [to_bytes(describe(sample(seed, (5, 3))), compress=False) for seed in (1, 2)]
+    files = [to_bytes(to_arrays(sample(seed, (5, 3))), compress=False) for seed in (1, 2)]
     (header, body), (other_header, other_body) = map(split, files)
     names = [key for key in header if key != "__metadata__"]
     n_same = 0
@@ -236,7 +236,7 @@ def test_tensors_of_another_file_are_refused() -> None:
 
 
 def test_headers_that_promise_too_much_cost_nothing(small: Snapshot) -> None:
-    header, body = split(to_bytes(describe(small), compress=False))
+    header, body = split(to_bytes(to_arrays(small), compress=False))
     for shape in ([2**40, 2**20], [2**63, 2], [2**62]):
         huge = deepcopy(header)
         huge["states"].update(shape=shape, data_offsets=[0, 2**62])
@@ -277,7 +277,7 @@ def seen(context: Context) -> Seen:
         for part in ("k", "v")
     )
     parts = (table.positions, table.tokens, table.owners, table.pending)
-    texts = tuple((s.seq_id, tuple(s.tokens), s.tainted) for s in context.sequences)
+    texts = tuple((s.seq_id, tuple(s.tokens), s.inexact_from) for s in context.sequences)
     logits = tuple(None if s._logits is None else s._logits.tobytes() for s in context.sequences)
     return rows, tuple(part.tobytes() for part in parts), table.used, texts, logits
 
@@ -287,7 +287,7 @@ def test_a_context_is_as_before_or_has_what_was_saved(context: Context, tmp_path
     context.save(path)
     data, before = path.read_bytes(), seen(context)
     wanted, logits = [s.tokens for s in context.sequences], [s.logits for s in context.sequences]
-    saved = understand(read_file(path))
+    saved = from_arrays(read_file(path))
     rng, outcomes = np.random.default_rng(3), {True: 0, False: 0}
     damages = [damage for damage, _ in DAMAGES.values()]
     for i in range(450):
@@ -304,7 +304,7 @@ def test_a_context_is_as_before_or_has_what_was_saved(context: Context, tmp_path
             assert np.array_equal(one.logits, row)
         path.unlink()
         context.save(path, loaded)
-        assert_same(understand(read_file(path)), saved)
+        assert_same(from_arrays(read_file(path)), saved)
         for one in loaded:
             one.close()
         context.cache.check()
@@ -353,7 +353,7 @@ def forge_array(rng: np.random.Generator, arrays: dict[str, AnyArray]) -> None:
 
 
 def forge(rng: np.random.Generator, snapshot: Snapshot) -> bytes:
-    arrays, about = describe(snapshot)
+    arrays, about = to_arrays(snapshot)
     about = json.loads(json.dumps(about))
     arrays = {name: array.copy() for name, array in arrays.items()}
     for _ in range(int(rng.choice([1, 1, 2]))):
@@ -362,7 +362,7 @@ def forge(rng: np.random.Generator, snapshot: Snapshot) -> bytes:
         else:
             forge_array(rng, arrays)
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    made = to_bytes(describe(snapshot)._replace(arrays=whole, description=about), compress=False)
+    made = to_bytes(to_arrays(snapshot)._replace(arrays=whole, description=about), compress=False)
     assert from_bytes(made).description.keys() == about.keys()
     return made
 
@@ -371,7 +371,7 @@ def forge(rng: np.random.Generator, snapshot: Snapshot) -> bytes:
 def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
     path = tmp_path / "text"
     context.save(path, context.sequences[:1])
-    saved, before = understand(read_file(path)), seen(context)
+    saved, before = from_arrays(read_file(path)), seen(context)
     rng, outcomes = np.random.default_rng(4), {True: 0, False: 0}
     for i in range(800):
         path.write_bytes(forge(rng, saved))
@@ -398,7 +398,7 @@ def test_a_forged_file_breaks_no_kind_of_cache(shared: Path, arch: str, tmp_path
     with opened(shared, arch, n_ctx=128, n_seq_max=2) as context:
         first = context.sequence(text(1, 50)).append(text(2, 9))
         context.save(path)
-        saved, logits, n_refused = understand(read_file(path)), first.logits, 0
+        saved, logits, n_refused = from_arrays(read_file(path)), first.logits, 0
         for i in range(150):
             path.write_bytes(forge(rng, saved))
             more: Any = [{}, {"convert": True}, {"stop": 3}, {"positions": 7}][i % 4]

@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateLayer, StateSpec
-from kvcellar.snapshot.fingerprint import (
-    check_same,
-    digest,
-    fingerprint,
-    row_types,
-    stored_as,
-)
-from kvcellar.types import KVType
+from kvcellar.snapshot.snapshot import check_same, digest, fingerprint, row_types, with_row_types
+from kvcellar.types import KVType, StateLayer, StateSpec
 from tests.snapshot.samples import memory_spec
 
 PRINT: Any = fingerprint("sample", "ab" * 32, memory_spec())
@@ -171,7 +164,7 @@ def test_the_digest_does_not_depend_on_order_or_process() -> None:
     assert digest(backwards) == DIGEST
     code = f"""
 import json, sys
-from kvcellar.snapshot.fingerprint import digest
+from kvcellar.snapshot.snapshot import digest
 print(digest(json.loads({json.dumps(PRINT)!r})))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -188,6 +181,6 @@ def test_types_of_rows() -> None:
 
 def test_stored_another_way() -> None:
     spec = memory_spec(KVType.Q8_0)
-    found = stored_as(PRINT, list(spec.groups))
+    found = with_row_types(PRINT, list(spec.groups))
     assert found == fingerprint("sample", "ab" * 32, spec)
     assert row_types(found) == [(KVType.Q8_0, KVType.F16)] * 2

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.content import CacheContent, RowBytes
+from kvcellar.cache.content import RowBytes, SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.native import Described, describe, understand
-from kvcellar.snapshot.saved import Snapshot
+from kvcellar.snapshot.native import SnapshotArrays, from_arrays, to_arrays
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import KVType
 from tests.snapshot.samples import assert_same, memory_spec, sample
 
 KINDS = st.sampled_from([KVType.F32, KVType.F16, KVType.Q8_0, KVType.Q4_0])
 
 
-def written(snapshot: Snapshot) -> Described:
+def written(snapshot: Snapshot) -> SnapshotArrays:
     """A description that went through JSON, as in a file."""
-    arrays, about = describe(snapshot)
-    return Described(arrays, json.loads(json.dumps(about)))
+    arrays, about = to_arrays(snapshot)
+    return SnapshotArrays(arrays, json.loads(json.dumps(about)))
 
 
 def test_the_samples_are_what_a_cache_can_take() -> None:
@@ -45,7 +45,7 @@ def test_a_snapshot_is_what_it_was(
     seed: int, lengths: list[int], kind_k: KVType, kind_v: KVType
 ) -> None:
     snapshot = sample(seed, lengths, kind_k, kind_v)
-    again = understand(written(snapshot))
+    again = from_arrays(written(snapshot))
     assert_same(snapshot, again)
     spec = memory_spec(kind_k, kind_v)
     assert spec.states is not None
@@ -54,13 +54,18 @@ def test_a_snapshot_is_what_it_was(
 
 def test_what_each_field_becomes() -> None:
     snapshot = sample()
-    again = understand(written(snapshot))
+    again = from_arrays(written(snapshot))
     first, second, empty = again.texts
-    assert (first.logits, first.grouped, first.grouped_end, first.tainted) == (None, (4, 2), 1, 1)
+    assert (first.logits, first.self_extended, first.self_extended_end, first.inexact_from) == (
+        None,
+        (4, 2),
+        1,
+        1,
+    )
     assert second.logits is not None
     assert snapshot.texts[1].logits is not None
     assert np.array_equal(second.logits, snapshot.texts[1].logits)
-    assert (second.grouped, second.tainted, empty.logits) == ((), None, None)
+    assert (second.self_extended, second.inexact_from, empty.logits) == ((), None, None)
     assert again.note == {"for": "tests"}
     assert again.content.states is not None
     held = again.content.states.held
@@ -71,29 +76,29 @@ def test_what_each_field_becomes() -> None:
 
 
 def test_no_sequences_at_all() -> None:
-    assert_same(sample(lengths=()), understand(written(sample(lengths=()))))
+    assert_same(sample(lengths=()), from_arrays(written(sample(lengths=()))))
 
 
 def test_a_piece_says_where_it_begins() -> None:
     snapshot = sample()
     piece = replace(snapshot, content=replace(snapshot.content, start=5))
-    assert understand(written(piece)).content.start == 5
+    assert from_arrays(written(piece)).content.start == 5
 
 
 def test_only_attention_only_states() -> None:
     snapshot = sample()
-    cells = CacheContent(3, snapshot.content.groups)
+    cells = SequenceData(3, snapshot.content.groups)
     assert_same(
-        replace(snapshot, content=cells), understand(written(replace(snapshot, content=cells)))
+        replace(snapshot, content=cells), from_arrays(written(replace(snapshot, content=cells)))
     )
-    states = CacheContent(3, (), snapshot.content.states)
+    states = SequenceData(3, (), snapshot.content.states)
     print_ = {**snapshot.fingerprint, "groups": []}
     bare = replace(snapshot, content=states, fingerprint=print_)
-    assert_same(bare, understand(written(bare)))
+    assert_same(bare, from_arrays(written(bare)))
 
 
 def test_arrays_have_the_documented_names_types_and_shapes() -> None:
-    arrays = describe(sample()).arrays
+    arrays = to_arrays(sample()).arrays
     found = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
     assert found == {
         "group.0.positions": ("<i4", (8,)),
@@ -128,31 +133,31 @@ def test_arrays_have_the_documented_names_types_and_shapes() -> None:
     [(KVType.F32, "<f4", 64), (KVType.BF16, "|u1", 128), (KVType.Q8_0, "|u1", 68)],
 )
 def test_rows_are_numbers_where_there_is_a_plain_type(kind: KVType, dtype: str, width: int) -> None:
-    array = describe(sample(kind_k=kind)).arrays["group.0.layer.0.k"]
+    array = to_arrays(sample(kind_k=kind)).arrays["group.0.layer.0.k"]
     assert (array.dtype.str, array.shape) == (dtype, (8, width))
 
 
 def test_big_arrays_are_not_copied() -> None:
     snapshot = sample()
-    arrays = describe(snapshot).arrays
+    arrays = to_arrays(snapshot).arrays
     assert np.shares_memory(arrays["group.0.layer.0.k"], snapshot.content.groups[0].rows.k[0])
-    again = understand(describe(snapshot)).content.groups[0].rows.k[0]
+    again = from_arrays(to_arrays(snapshot)).content.groups[0].rows.k[0]
     assert np.shares_memory(again, snapshot.content.groups[0].rows.k[0])
 
 
-@pytest.mark.parametrize("field", list(describe(sample()).description))
+@pytest.mark.parametrize("field", list(to_arrays(sample()).description))
 def test_a_missing_field_is_refused(field: str) -> None:
     arrays, about = written(sample())
     with pytest.raises(SnapshotFileError, match="damaged"):
-        understand(Described(arrays, {k: v for k, v in about.items() if k != field}))
+        from_arrays(SnapshotArrays(arrays, {k: v for k, v in about.items() if k != field}))
 
 
-@pytest.mark.parametrize("field", list(describe(sample()).description))
+@pytest.mark.parametrize("field", list(to_arrays(sample()).description))
 @pytest.mark.parametrize("value", [None, "x", [1, 2], {"a": []}, -1, 1.5, 10**30, True])
 def test_a_field_of_another_kind_is_refused_or_means_nothing_else(field: str, value: Any) -> None:
     arrays, about = written(sample())
     try:
-        found = understand(Described(arrays, {**about, field: value}))
+        found = from_arrays(SnapshotArrays(arrays, {**about, field: value}))
     except SnapshotFileError:
         return
     # What is left are a start, or a note, or no states, which the check of contents looks at.
@@ -161,7 +166,7 @@ def test_a_field_of_another_kind_is_refused_or_means_nothing_else(field: str, va
 
 
 NEEDED = [
-    name for name in describe(sample()).arrays if "slid.0" not in name and "slid.1" not in name
+    name for name in to_arrays(sample()).arrays if "slid.0" not in name and "slid.1" not in name
 ]
 
 
@@ -171,32 +176,32 @@ NEEDED = [
 def test_a_missing_array_is_refused(name: str) -> None:
     arrays, about = written(sample())
     with pytest.raises(SnapshotFileError, match="damaged"):
-        understand(Described({k: v for k, v in arrays.items() if k != name}, about))
+        from_arrays(SnapshotArrays({k: v for k, v in arrays.items() if k != name}, about))
 
 
 @pytest.mark.parametrize("n", [0, 2, 4, 10**12, -1])
 def test_another_number_of_sequences_is_refused(n: int) -> None:
     arrays, about = written(sample())
     with pytest.raises(SnapshotFileError, match="damaged"):
-        understand(Described(arrays, {**about, "n_seqs": n}))
+        from_arrays(SnapshotArrays(arrays, {**about, "n_seqs": n}))
 
 
 def test_rows_that_are_no_table_are_refused() -> None:
     arrays, about = written(sample())
     flat = {**arrays, "group.0.layer.0.k": arrays["group.0.layer.0.k"].reshape(-1)}
     with pytest.raises(SnapshotFileError, match="rows of shape"):
-        understand(Described(flat, about))
+        from_arrays(SnapshotArrays(flat, about))
 
 
 def test_what_a_later_program_added_is_ignored() -> None:
     arrays, about = written(sample())
     more = {**arrays, "more": np.zeros(3, np.int32)}
-    assert_same(understand(Described(more, {**about, "more": 1})), sample())
+    assert_same(from_arrays(SnapshotArrays(more, {**about, "more": 1})), sample())
 
 
 def test_a_missing_layer_is_found_by_the_check_of_contents() -> None:
     arrays, about = written(sample())
     del arrays["group.0.layer.0.k"]
-    found = understand(Described(arrays, about))
+    found = from_arrays(SnapshotArrays(arrays, about))
     assert found.content.groups[0].rows.k[0].shape == (8, 0)
     assert isinstance(found.content.groups[0].rows, RowBytes)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import CacheFull, NotSupported
+from kvcellar.testing.machine import attention_spec
 from kvcellar.testing.naive import NaiveCache, NaiveCell, NaiveToken, naive_mask, naive_moves
 from kvcellar.testing.stores import NullStore, SignatureStore
-from kvcellar.testing.strategies import attention_spec
 from kvcellar.testing.traces import TraceReplay
 
 

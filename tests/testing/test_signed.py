@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.testing.signed import SignedStore, signed_spec
+from kvcellar.testing.signs import SignedStore, signed_spec
 from kvcellar.testing.stores import SignatureStore
 
 Damage: TypeAlias = Callable[[SignedStore], None]

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvcellar.memory import StateSpec
 from kvcellar.testing.state_conformance import (
     StateStoreConformance,
     state_spec_name,
     state_specs,
 )
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 
 class PlainStore:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvcellar.backends.operations import Forward, Weights
-from kvcellar.memory import MemorySpec, StateSpec
 from kvcellar.plan import Plan
 from kvcellar.types import (
     ByteArray,
@@ -21,7 +20,9 @@ from kvcellar.types import (
     Float32Array,
     Int32Array,
     Int64Array,
+    MemorySpec,
     RowFormat,
+    StateSpec,
 )
 
 T = TypeVar("T")

@@ -11,19 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
-    HeldContent,
+    CellData,
     RowBytes,
-    StateContent,
-    WindowContent,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    WindowData,
 )
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import StateSpec
-from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array
+from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array, StateSpec
 
 
-def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec]) -> None:
+def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec]) -> None:
     """See that a content is sound and has the shape of a cache whose parts are like that.
 
     Raises:
@@ -46,26 +45,26 @@ def check_content(content: CacheContent, specs: Sequence[CacheSpec | StateSpec])
     _check_agreement(content)
 
 
-def _check_group(group: CellContent, spec: CacheSpec, n_seqs: int) -> None:
+def _check_group(group: CellData, spec: CacheSpec, n_seqs: int) -> None:
     _check_texts("cells", group.positions, group.tokens)
     n = len(group.positions)
     _check_rows(group.rows, spec, n)
     _check_owners(group.owners, n, n_seqs)
-    _require(len(group.slid) == n_seqs, "it does not say of each sequence what slid out")
-    for slid in group.slid:
-        _check_slid(slid)
+    _require(len(group.evicted) == n_seqs, "it does not say of each sequence what slid out")
+    for evicted in group.evicted:
+        _check_slid(evicted)
     for one in group.checkpoints:
         _check_window(one, spec, n_seqs)
     ends = [(owner, int(one.positions[-1])) for one in group.checkpoints for owner in one.owners]
     _require(len(set(ends)) == len(ends), "two checkpoints of a sequence end at one position")
 
 
-def _check_window(one: WindowContent, spec: CacheSpec, n_seqs: int) -> None:
+def _check_window(one: WindowData, spec: CacheSpec, n_seqs: int) -> None:
     _check_texts("a checkpoint", one.positions, one.tokens)
     _require(len(one.positions) > 0, "a checkpoint is empty")
     _require(bool((np.diff(one.positions) >= 0).all()), "positions of a checkpoint descend")
     _check_rows(one.rows, spec, len(one.positions))
-    _check_slid(one.slid)
+    _check_slid(one.evicted)
     owners = set(one.owners)
     _require(len(owners) == len(one.owners) > 0, "the owners of a checkpoint repeat")
     _require(owners <= set(range(n_seqs)), "a checkpoint belongs to an unknown sequence")
@@ -80,10 +79,10 @@ def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
         _require(int(tokens.min()) >= -1, f"{what}: token {tokens.min()}")
 
 
-def _check_slid(slid: AnyArray) -> None:
-    _require(slid.ndim == 2 and len(slid) == 2, "what slid out is not positions over tokens")
-    _check_texts("what slid out", slid[0], slid[1])
-    _require(bool((np.diff(slid[0]) >= 0).all()), "positions of what slid out descend")
+def _check_slid(evicted: AnyArray) -> None:
+    _require(evicted.ndim == 2 and len(evicted) == 2, "what slid out is not positions over tokens")
+    _check_texts("what slid out", evicted[0], evicted[1])
+    _require(bool((np.diff(evicted[0]) >= 0).all()), "positions of what slid out descend")
 
 
 def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
@@ -113,7 +112,7 @@ def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
     _require(len(np.unique(owners[0])) == n, "a cell has no owner")
 
 
-def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
+def _check_states(content: StateData, spec: StateSpec, n_seqs: int) -> None:
     states, width = content.states, spec.row_bytes // 4
     _require(states.dtype == np.float32 and states.ndim == 2, "states are no f32 rows")
     if len(states) and states.shape[1] != width:
@@ -128,7 +127,7 @@ def _check_states(content: StateContent, spec: StateSpec, n_seqs: int) -> None:
                 _require(texts.setdefault(state, text) == text, f"state {state} is of two texts")
 
 
-def _check_held(held: HeldContent, n_states: int) -> None:
+def _check_held(held: SequenceStateData, n_states: int) -> None:
     _check_texts("a state", held.positions, held.tokens)
     n, ends = len(held.positions), [end for end, _ in held.checkpoints]
     _require(n > 0, "a state has absorbed nothing")
@@ -139,7 +138,7 @@ def _check_held(held: HeldContent, n_states: int) -> None:
     _require(all(0 <= row < n_states for row in rows), "there is no such state")
 
 
-def _check_shared(content: StateContent) -> None:
+def _check_shared(content: StateData) -> None:
     """See that whoever refers to a state has told it the same."""
     texts: dict[int, bytes] = {}
     for held in content.held:
@@ -149,7 +148,7 @@ def _check_shared(content: StateContent) -> None:
                 _require(texts.setdefault(state, text) == text, "a state is of two texts")
 
 
-def _check_agreement(content: CacheContent) -> None:
+def _check_agreement(content: SequenceData) -> None:
     """See that all parts know sequences up to the same position, and windows nothing behind it."""
     for seq in range(content.n_seqs):
         ends = set()
@@ -162,15 +161,15 @@ def _check_agreement(content: CacheContent) -> None:
         _require(len(ends) < 2, f"the parts end sequence {seq} at different positions")
 
 
-def _check_text(group: CellContent, seq: int, start: int) -> int:
+def _check_text(group: CellData, seq: int, start: int) -> int:
     """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
-    text, n_slid = group.text_of(seq), group.slid[seq].shape[1]
+    text, n_slid = group.text_of(seq), group.evicted[seq].shape[1]
     n = text.shape[1]
     _require(n_slid == 0 or (n_slid < n and bool(text[0][n_slid - 1] <= text[0][n_slid])), _BEHIND)
     _require(n == 0 or int(text[0][0]) >= start, "it begins too early")
     for one in group.checkpoints:
         if seq in one.owners:
-            kept = np.concatenate((one.slid, np.stack((one.positions, one.tokens))), axis=1)
+            kept = np.concatenate((one.evicted, np.stack((one.positions, one.tokens))), axis=1)
             begin = text[:, text[0] <= one.positions[-1]]
             is_same = np.array_equal(_in_order(kept), _in_order(begin))
             _require(is_same, f"a checkpoint of sequence {seq} is of another text")

@@ -18,22 +18,21 @@ gone goes back with ``rewind`` and decodes what followed again, as ``Sequence.re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 
-from kvcellar.batch import Batch
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
-from kvcellar.cache.compound import CompoundJournal
-from kvcellar.cache.decoding import Decoding
-from kvcellar.cache.parts import Parts
-from kvcellar.cache.placement import CellPart, Placement, micro_batch
-from kvcellar.cache.undoable import Remember, Undoable
-from kvcellar.errors import NotSupported
-from kvcellar.plan import MicroBatch, split_equal, split_simple
+from kvcellar.cache.base import Cache, Coupled, Remember, Transaction
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.placement import Placement
+from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.view import CacheView
+from kvcellar.errors import InvariantError, NotSupported, OptionError
+from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 
-class HybridCache(Parts, Decoding):
-    """Several caches under one roof. Implements :class:`kvcellar.cache.base.Cache`.
+class HybridCache(Cache):
+    """Several caches under one roof.
 
     Args:
         groups: caches of K and V, the widest first.
@@ -43,21 +42,113 @@ class HybridCache(Parts, Decoding):
         OptionError: there is no part.
     """
 
-    def __init__(self, groups: Sequence[CellCache], states: StateCache | None = None) -> None:
-        super().__init__(groups, states)
-        self._growing = [part for part in self.groups if part.spec.size == self._primary.spec.size]
+    _nest: list[HybridTransaction]
+
+    def __init__(
+        self, groups: Sequence[AttentionCache], states: RecurrentCache | None = None
+    ) -> None:
+        super().__init__()
+        self.groups = tuple(groups)
+        self.states = states
+        self.parts = self.groups if states is None else (*self.groups, states)
+        if not self.parts:
+            raise OptionError("a cache needs at least one part: a group of K and V, or states")
+        self.has_states = states is not None
+        self.keeps_every_token = all(part.keeps_every_token for part in self.parts)
+        self._nest = []
+        self._primary = self.parts[0]
+        self.spec = self._primary.spec
+        self._growing = [part for part in self.groups if part.spec.size == self.spec.size]
         self._asked = tuple(reversed(self.parts))  # those that can refuse come first
-        self._n_choosy = sum(type(part) is not AttentionCache for part in self.parts)
-        self._journal = CompoundJournal(self, self.parts)
+        self._n_choosy = sum(not part.keeps_every_token for part in self.parts)
+
+    # -- questions
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved in every part."""
+        return all(part.can_shift for part in self.parts)
+
+    @property
+    def used(self) -> int:
+        """How many cells of the widest group have an owner."""
+        return self._primary.used
+
+    @property
+    def token_count(self) -> int:
+        """The sum of owners over its cells."""
+        return self._primary.token_count
+
+    @property
+    def store_specs(self) -> tuple[CacheSpec | StateSpec, ...]:
+        """The shapes of the stores, part by part."""
+        return tuple(spec for part in self.parts for spec in part.store_specs)
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The smallest position that every part holds, -1 when the sequence is empty."""
+        return max(part.seq_pos_min(seq_id) for part in self.parts)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The largest position that every part holds, -1 when the sequence is empty."""
+        ends = [part.seq_pos_max(seq_id) for part in self.parts]
+        return min((end for end in ends if end >= 0), default=-1)
+
+    def n_free(self) -> int:
+        """How many cells of the widest group may be filled."""
+        return self._primary.n_free()
+
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens of a sequence are held."""
+        return self._primary.seq_count(seq_id)
+
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in the order of their positions; -1 where an embedding was decoded."""
+        return self._primary.seq_tokens(seq_id)
+
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, ascending."""
+        return self._primary.seq_positions(seq_id)
+
+    def seq_evicted(self, seq_id: int) -> Int32Array:
+        """The ids of tokens that have left the window of the widest group."""
+        return self._primary.seq_evicted(seq_id)
+
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:
+        """Where those stood, ascending."""
+        return self._primary.seq_evicted_positions(seq_id)
+
+    def makes_room(
+        self,
+        seq_id: int,
+        start: int,
+        stop: int,
+        *,
+        in_place: bool = True,  # noqa: ARG002  (some part may have to decode again)
+    ) -> bool:
+        """Whether removing tokens leaves room for more, what follows being decoded again."""
+        return self._primary.makes_room(seq_id, start, stop, in_place=False)
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The cells of the widest group; ask one of ``parts`` for others."""
+        return self._primary.view(n_seq_max)
+
+    def check(self) -> None:
+        """Prove the invariants of every part, and that all hold the same sequences."""
+        for part in self.parts:
+            part.check()
+        for seq_id in range(self.spec.n_seq_max):
+            if not self._agree(seq_id):
+                ends = [part.seq_pos_max(seq_id) for part in self.parts]
+                raise InvariantError(f"the parts end sequence {seq_id} at different {ends}")
 
     # -- llama.cpp's verbs
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from the range; False if a part cannot."""
-        self._require_idle()
+        self.require_idle()
         if self._n_choosy < 2 or (p0 <= 0 and p1 < 0):
             return all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
-        with self._journal.begin(watched=False) as attempt:
+        with self._begin(()) as attempt:
             done = all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
             if not done:
                 attempt.rollback()
@@ -72,7 +163,7 @@ class HybridCache(Parts, Decoding):
             NotSupported: a part of what src holds, but not every part of the cache has it token by
                 token; share all of it, then ``rewind`` dst.
         """
-        self._require_idle()
+        self.require_idle()
         first, end = self._primary.seq_pos_min(src), self._primary.seq_pos_max(src)
         if p0 <= max(first, 0) and (p1 < 0 or p1 > end):
             for part in self._asked:
@@ -87,7 +178,7 @@ class HybridCache(Parts, Decoding):
 
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
-        self._require_idle()
+        self.require_idle()
         for part in self._asked:
             part.seq_keep(seq_id)
 
@@ -99,30 +190,30 @@ class HybridCache(Parts, Decoding):
                 below 0 would be forgotten by some parts only.
             PositionError, ShiftUnsupported, CacheFull: as a part raises it.
         """
-        self._require_idle()
+        self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_add(seq_id, p0, p1, delta))
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
-        self._require_idle()
+        self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_div(seq_id, p0, p1, d))
 
     def clear(self, data: bool = True) -> None:
         """Empty every part; ``data=False`` leaves the buffers as they are."""
-        self._require_idle()
+        self.require_idle()
         for part in self.parts:
             part.clear(data)
 
     def defrag(self, max_moves: int | None = None) -> None:
         """Ask for compaction at the next update, of at most ``max_moves`` runs of cells a part."""
-        self._require_idle()
-        with self._journal.begin(watched=False):
+        self.require_idle()
+        with self._begin(()):
             for part in self.parts:
                 part.defrag(max_moves)
 
     def update(self) -> None:
         """Apply what is pending, part by part."""
-        self._require_idle()
+        self.require_idle()
         for part in self.parts:
             part.update()
 
@@ -130,7 +221,7 @@ class HybridCache(Parts, Decoding):
 
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on, and as much before it as some part has to give up."""
-        self._require_idle()
+        self.require_idle()
         end = max(p0, 0)
         while True:
             # Going back in two steps ends where one would: what a step drops lies behind its end.
@@ -145,32 +236,52 @@ class HybridCache(Parts, Decoding):
         Returns:
             False if no part does, or one has nothing to keep or no budget for it.
         """
-        self._require_idle()
-        parts = [part for part in self.parts if isinstance(part, KeepsCheckpoints)]
+        self.require_idle()
+        parts = [part for part in self.parts if not part.keeps_every_token]
         return len(parts) > 0 and all(part.checkpoint(seq_id) for part in parts)
 
-    def transaction(self) -> Undoable:
-        """What happens to all parts from here on can be taken back."""
-        self._require_idle()
-        return self._journal.begin()
+    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
+        """Copy what sequences hold in every part; nothing may be pending."""
+        found = [part.export(seq_ids, lo, hi, checkpoints) for part in self.parts]
+        groups = tuple(group for one in found for group in one.groups)
+        return SequenceData(len(seq_ids), groups, found[-1].states, lo)
 
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return bool(self._journal.open)
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound content into every part; the caller takes back what fails half way."""
+        for part, group in zip(self.groups, content.groups, strict=True):
+            part.import_(replace(content, groups=(group,)), seq_ids, shift)
+        if self.states is not None:
+            self.states.import_(content, seq_ids, shift)
 
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cache but lies outside of it."""
-        self._journal.watchers.append(remember)
+    # -- decoding
 
-    def resize(self, size: int) -> None:
-        """Have so many cells in the widest group and in those as large; windows stay as they are.
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a part cannot place a batch that is well formed."""
+        self.require_idle()
+        for part in self.parts:
+            part.check_rows(rows, coupled)
 
-        Raises:
-            OptionError, CacheFull, AllocationError, CacheError: as of an
-                :class:`~kvcellar.cache.attention.AttentionCache`; nothing has changed.
-        """
-        self._require_idle()
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+        """Take what microbatches need of every part, or raise and take nothing."""
+        taken: list[Placement] = []
+        try:
+            taken.extend(part.take(micros) for part in self.parts)
+        except BaseException:
+            for placement in reversed(taken):
+                placement.release()
+            raise
+        groups = [group for placement in taken for group in placement.groups]
+        self._open = Placement(micros, groups, taken[-1].states)
+        return self._open
+
+    # -- steps
+
+    def _begin(self, watchers: Sequence[Remember]) -> HybridTransaction:
+        """Open a transaction; within a verb, those outside of the cache need not take part."""
+        return HybridTransaction(self, self._nest, watchers)
+
+    def _resize(self, size: int) -> None:
+        """Resize the widest group and those as large; windows stay as they are."""
         old, done = self.spec.size, list[Cache]()
         try:
             for part in self._growing:
@@ -180,51 +291,20 @@ class HybridCache(Parts, Decoding):
             for resized in done:
                 resized.resize(old)
             raise
+        self.spec = self._primary.spec
 
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take what every microbatch of a batch needs of every part, or raise and take nothing.
+    def _agree(self, seq_id: int) -> bool:
+        return len({part.seq_pos_max(seq_id) for part in self.parts}) == 1
 
-        Arguments and errors are those of ``AttentionCache.place``. With states, microbatches have
-        equally many tokens of each of their sequences, whose positions have to follow on.
-        """
-        self._require_idle()
-        batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
-        for part in self.parts:
-            part.check_rows(rows, coupled)
-        if self.states is None:
-            pieces = split_simple(len(rows), n_ubatch)
-        else:
-            pieces = split_equal(rows.owners, n_ubatch)
-        placement = self._take([micro_batch(rows, piece) for piece in pieces])
-        self._open = placement
-        return placement
-
-    # -- steps
-
-    def _take(self, micros: Sequence[MicroBatch]) -> Placement:
-        with ExitStack() as stack:
-            groups: list[CellPart] = []
-            for group in self.groups:
-                part = group.take(micros)
-                stack.callback(part.release)
-                groups.append(part)
-            states = None if self.states is None else self.states.take(micros)
-            stack.pop_all()
-        return Placement(micros, groups, states)
+    def _knows_each_token(self, seq_id: int) -> bool:
+        """Whether every part could forget or share any single token of a sequence."""
+        counts = {group.seq_count(seq_id) for group in self.groups}
+        return self.states is None and len(counts) == 1
 
     def _on_all(self, seq_id: int, verb: Callable[[Cache], None]) -> None:
         """Apply a verb to every part, or to none if one refuses or they would part ways."""
         n_before = self._primary.seq_count(seq_id)
-        with self._journal.begin(watched=False):
+        with self._begin(()):
             for part in self._asked:
                 verb(part)
             n_after = self._primary.seq_count(seq_id)
@@ -234,3 +314,32 @@ class HybridCache(Parts, Decoding):
                     f"the parts of this cache would no longer agree about sequence {seq_id}: move "
                     "its positions up to the end, and drive none of them below 0"
                 )
+
+
+class HybridTransaction(Transaction):
+    """A transaction on each part; see :mod:`kvcellar.cache.transaction` for what that keeps."""
+
+    def __init__(
+        self, cache: HybridCache, nest: list[HybridTransaction], watchers: Sequence[Remember]
+    ) -> None:
+        super().__init__(cache, nest, watchers)
+        self._all = nest
+        self._parts: list[Transaction] = []
+        try:
+            for part in cache.parts:
+                self._parts.append(part.transaction())
+        except BaseException:
+            self._take_back()
+            raise
+        nest.append(self)
+
+    def _keep(self) -> None:
+        for transaction in self._parts:
+            transaction.commit()
+
+    def _take_back(self) -> None:
+        for transaction in reversed(self._parts):
+            transaction.rollback()
+
+    def _ended(self, *, kept: bool) -> None:  # noqa: ARG002
+        self._all.pop()

@@ -22,43 +22,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcellar._cellsets import checked_id, clamp_range
 from kvcellar.backends.base import StateStore
-from kvcellar.batch import Batch, Rows
-from kvcellar.cache.base import Coupled
-from kvcellar.cache.checkpoints import CheckpointPolicy
-from kvcellar.cache.decoding import Decoding
-from kvcellar.cache.held_states import HeldStates
-from kvcellar.cache.placement import Placement, micro_batch
-from kvcellar.cache.recorded import Recorded
-from kvcellar.cache.state_checks import check_follows
+from kvcellar.batch import MicroBatch, Rows
+from kvcellar.cache.base import Cache, CheckpointPolicy, Coupled, Remember, Transaction
+from kvcellar.cache.content import SequenceData, SequenceStateData, StateData
+from kvcellar.cache.placement import Placement
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
-from kvcellar.cache.state_porting import PortsStates
-from kvcellar.cache.state_transaction import StateTransaction
-from kvcellar.cache.undoable import Remember, Undoable
-from kvcellar.errors import CacheError, OptionError
-from kvcellar.plan import MicroBatch, split_equal
-from kvcellar.types import MAX_POSITION, CacheSpec
+from kvcellar.cache.states import History, SequenceState, StateTable
+from kvcellar.cache.view import CacheView
+from kvcellar.cells import CellTable
+from kvcellar.cellsets import checked_id, clamp_range, pack_owners, unpack_owners
+from kvcellar.errors import BatchError, CacheFull, OptionError, PositionError
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array, StateSpec
 
 
-def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
-    """How many rows a store needs, so that a batch of all sequences always finds free ones.
-
-    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
-    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
-    room, or ``CacheFull`` says that none is left.
-    """
-    return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
-
-
-class RecurrentCache(Recorded, PortsStates, Decoding):
-    """States by llama.cpp's verbs; see :class:`kvcellar.cache.base.Cache`.
+class RecurrentCache(Cache):
+    """States by llama.cpp's verbs.
 
     Args:
         store: where states lie; :func:`state_rows` says how many rows it should have.
         policy: which older states are kept to go back to.
         size: how many tokens the context was made for.
     """
+
+    has_states = True
+    keeps_every_token = False
+    _nest: list[StateTransaction]
 
     def __init__(
         self,
@@ -67,17 +56,89 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
         *,
         size: int = MAX_POSITION,
     ) -> None:
+        super().__init__()
         self.store = store
         self.spec = CacheSpec(size, store.spec.n_seq_max, ())
-        self.states = HeldStates(store.spec, policy or CheckpointPolicy())
-        self._nest: list[StateTransaction] = []
-        self._watchers: list[Remember] = []
+        self.states = StateTable(store.spec, policy or CheckpointPolicy())
+        self._nest = []
+
+    # -- questions
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved: they are only recorded, so they can."""
+        return True
+
+    @property
+    def store_specs(self) -> tuple[StateSpec]:
+        """The shape of the store."""
+        return (self.store.spec,)
+
+    @property
+    def used(self) -> int:
+        """How many rows are the state of a sequence; those of checkpoints do not count."""
+        return len({held.row for held in self.states.of if held})
+
+    @property
+    def token_count(self) -> int:
+        """The sum of owners over rows: how many sequences have a state."""
+        return sum(held is not None for held in self.states.of)
+
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The position of the last token, for which alone a state stands; -1 when empty."""
+        return self.seq_pos_max(seq_id)
+
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The position of the last token, -1 when the sequence is empty."""
+        return self._history(seq_id).last
+
+    def n_free(self) -> int:
+        """How many more tokens fit: always as many as the context was made for."""
+        return self.spec.size
+
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens the sequence's state has absorbed."""
+        return self._history(seq_id).n
+
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in their order; -1 where an embedding was decoded."""
+        tokens: Int32Array = self._history(seq_id).tokens.copy()
+        return tokens
+
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, never descending."""
+        at: Int32Array = self._history(seq_id).positions.copy()
+        return at
+
+    def checkpoints(self, seq_id: int) -> tuple[int, ...]:
+        """The positions of the last tokens of older states that a sequence can go back to."""
+        held = self._held(seq_id)
+        if held is None:
+            return ()
+        return tuple(int(held.history.positions[one.n - 1]) for one in held.checkpoints)
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The rows as a value: of each its owners, and the last token of the first of them."""
+        table = CellTable(self.store.spec.n_rows, self.spec.n_seq_max)
+        owners: dict[int, list[int]] = {}
+        for seq, held in enumerate(self.states.of):
+            if held is not None:
+                owners.setdefault(held.row, []).append(seq)
+        for row, seqs in owners.items():
+            text = self._history(seqs[0])
+            bits = pack_owners(np.zeros(len(seqs), np.int64), np.array(seqs), 1, len(table.owners))
+            table.place(np.array([row]), text.positions[-1:], bits, text.tokens[-1:])
+        return CacheView.of(table, n_seq_max)
+
+    def check(self) -> None:
+        """Prove that nobody who refers to a row means another state than the others do."""
+        self.states.check()
 
     # -- llama.cpp's verbs
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence, or all of them (-1) or none, from the range; False if it cannot."""
-        self._require_idle()
+        self.require_idle()
         seqs = range(self.spec.n_seq_max) if seq_id == -1 else [self._checked(seq_id)]
         lo, hi = clamp_range(p0, p1)
         left = list(self.states.of)
@@ -91,14 +152,14 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let dst share src's state in place of its own; the range cannot matter."""
-        self._require_idle()
+        self.require_idle()
         clamp_range(p0, p1)
         a, b = self._checked(src), self._checked(dst)
         self.states.of[b] = self.states.of[a]
 
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
-        self._require_idle()
+        self.require_idle()
         seq = self._checked(seq_id)
         self.states.of[:] = [held if i == seq else None for i, held in enumerate(self.states.of)]
 
@@ -109,7 +170,7 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
             PositionError: one would pass the largest position, or tokens would change their order.
             NotSupported: some tokens would fall below 0, but not all.
         """
-        self._require_idle()
+        self.require_idle()
         seq, delta = self._checked(seq_id), operator.index(delta)
         if held := self.states.of[seq]:
             self.states.of[seq] = held.shifted(*clamp_range(p0, p1), delta)
@@ -120,7 +181,7 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
         Raises:
             PositionError: tokens would change their order.
         """
-        self._require_idle()
+        self.require_idle()
         if d < 1:
             raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
         seq = self._checked(seq_id)
@@ -132,7 +193,7 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
 
         Rows that a transaction may want back are zeroed when the outermost one is committed.
         """
-        self._require_idle()
+        self.require_idle()
         self.states.of[:] = [None] * self.spec.n_seq_max
         if not data:
             return
@@ -142,19 +203,23 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
         else:
             self.store.zero()
 
+    def zero_unused(self) -> None:
+        """Zero the rows that nobody refers to."""
+        self.store.wipe(np.array(self.states.unused(), np.int64))
+
     def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
         """Nothing to do: states are found by row, wherever they lie."""
-        self._require_idle()
+        self.require_idle()
 
     def update(self) -> None:
         """Nothing is ever pending."""
-        self._require_idle()
+        self.require_idle()
 
     # -- beyond llama.cpp's
 
     def rewind(self, seq_id: int, p0: int) -> int:
         """Go back to the newest state without anything from p0 on; returns where to go on."""
-        self._require_idle()
+        self.require_idle()
         seq, p0 = self._checked(seq_id), max(operator.index(p0), 0)
         if held := self.states.of[seq]:
             self.states.of[seq] = held.rewound(p0)
@@ -162,84 +227,71 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
 
     def checkpoint(self, seq_id: int) -> bool:
         """Keep a sequence's state to go back to; False: it is empty, or there is no budget."""
-        self._require_idle()
+        self.require_idle()
         return self.states.keep(self._checked(seq_id))
 
-    def transaction(self) -> Undoable:
-        """What happens from here on can be taken back: states, positions and checkpoints."""
-        self._require_idle()
-        return StateTransaction(self, self.states, self._nest, self._watchers)
+    def export(
+        self,
+        seq_ids: Sequence[int],
+        lo: int,
+        hi: int,  # noqa: ARG002  (a state cannot be cut)
+        checkpoints: bool,
+    ) -> SequenceData:
+        """Copy the states of sequences, and the texts from a position on that made them."""
+        rows: dict[int, int] = {}  # of each row its number among the states
+        held: list[SequenceStateData | None] = []
+        for seq in seq_ids:
+            mine = self.states.of[seq]
+            if mine is None or (first := mine.history.n_before(lo)) == mine.history.n:
+                held.append(None)
+                continue
+            kept = mine.checkpoints if checkpoints else ()
+            state = rows.setdefault(mine.row, len(rows))
+            pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)
+            at, tokens = mine.history.positions[first:], mine.history.tokens[first:]
+            held.append(SequenceStateData(at.copy(), tokens.copy(), state, pairs))
+        states = StateData(self.store.read(np.array(list(rows), np.int64)), tuple(held))
+        return SequenceData(len(seq_ids), (), states, lo)
 
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return bool(self._nest)
-
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cache but lies outside of it."""
-        self._watchers.append(remember)
-
-    def resize(self, size: int) -> None:
-        """Say that the context is for so many tokens; the rows stay as many as they are.
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound states into empty sequences; of checkpoints as many as there is room for.
 
         Raises:
-            OptionError: size is below 1.
-            CacheError: a transaction is open, or a batch is being decoded.
+            CacheFull: fewer rows are free than sequences need.
         """
-        self._require_idle()
-        if self._nest:
-            raise CacheError("a transaction is open: end it before resizing")
-        if size < 1:
-            raise OptionError(f"size is {size}: it must be at least 1")
-        self.spec = replace(self.spec, size=size)
+        data = content.states
+        assert data is not None  # a sound content of this shape has states
+        wanted = [None if held is None else held.state for held in data.held]
+        needed = list(dict.fromkeys(state for state in wanted if state is not None))
+        free = self.states.unused()
+        if len(needed) > len(free):
+            hint = "all rows of states are in use: remove sequences or use a larger n_seq_max"
+            raise CacheFull(len(needed), len(free), hint)
+        n_kept = min(self.states.limit, len(free) - len(needed))
+        chosen = [*needed, *_latest(data, needed, n_kept)]
+        rows = dict(zip(chosen, free, strict=False))
+        self.store.write(_array(list(rows.values())), data.states[_array(chosen)])
+        self.states.adopt(data, seq_ids, rows, shift)
 
     # -- decoding
-
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take a row for each sequence of a batch, or raise and take none.
-
-        Arguments are those of ``AttentionCache.place``; microbatches have equally many tokens of
-        each of their sequences.
-
-        Raises:
-            BatchError, SequenceIdError: the batch is wrong; the message says how.
-            PositionError: positions do not follow on.
-            CacheFull: fewer rows are free than states have to be written.
-        """
-        self._require_idle()
-        batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
-        self.check_rows(rows, coupled)
-        micros = [micro_batch(rows, part) for part in split_equal(rows.owners, n_ubatch)]
-        return Placement(micros, [], self.take(micros))
-
-    # -- as a part of a cache of several kinds
 
     def check_rows(self, rows: Rows, coupled: Coupled = "same") -> None:  # noqa: ARG002
         """Raise unless positions follow on and a token's owners share their state.
 
         Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
         """
-        self._require_idle()
+        self.require_idle()
         last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
         check_follows(rows, last, self.states.rows())
 
-    def take(self, micros: Sequence[MicroBatch]) -> StatePlacement:
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take rows for microbatches that were checked; the oldest checkpoints make room.
 
         Raises:
             BatchError: a microbatch has not equally many tokens of its sequences.
             CacheFull: that is not enough; nothing has changed.
         """
-        self._require_idle()
+        self.require_idle()
         states, before = self.states, list(self.states.of)
         spare = states.spare()
         kept = " but those that a transaction keeps" if self._nest else ""
@@ -253,18 +305,116 @@ class RecurrentCache(Recorded, PortsStates, Decoding):
             if bytes_lost is not None:
                 self.store.write(lost, bytes_lost)
 
-        states.give_up(lost.tolist())
+        states.evict(lost.tolist())
         taken = StatePlacement(micros, rows, states.absorb, forget)
-        self._open = taken
-        return taken
-
-    # -- what transactions need to know
-
-    def zero_unused(self) -> None:
-        """Zero the rows that nobody refers to."""
-        self.store.wipe(np.array(self.states.unused(), np.int64))
+        self._open = Placement(micros, (), taken)
+        return self._open
 
     # -- steps
 
+    def _begin(self, watchers: Sequence[Remember]) -> StateTransaction:
+        return StateTransaction(self, self._nest, watchers)
+
+    def _resize(self, size: int) -> None:
+        """Say that the context is for ``size`` tokens; the rows stay as many as they are."""
+        self.spec = replace(self.spec, size=size)
+
+    def _history(self, seq_id: int) -> History:
+        held = self._held(seq_id)
+        return History.empty() if held is None else held.history
+
+    def _held(self, seq_id: int) -> SequenceState | None:
+        return self.states.of[checked_id(seq_id, self.spec.n_seq_max)]
+
     def _checked(self, seq_id: int) -> int:
         return checked_id(seq_id, self.spec.n_seq_max)
+
+
+class StateTransaction(Transaction):
+    """States, positions and checkpoints as they are when it begins: a list of references.
+
+    No state is changed in its row. Rows that were in use when a transaction began stay as they are
+    until it ends, whatever was dropped inside; ``CacheFull`` counts them as not free.
+    """
+
+    def __init__(
+        self,
+        cache: RecurrentCache,
+        nest: list[StateTransaction],
+        watchers: Sequence[Remember],
+    ) -> None:
+        super().__init__(cache, nest, watchers)
+        self.zero_later = False
+        self._states = cache.states
+        self._all = nest
+        self._zero_unused = cache.zero_unused
+        nest.append(self)
+        self._states.saved.append(list(self._states.of))
+
+    def _take_back(self) -> None:
+        self._states.of[:] = self._states.saved[-1]
+
+    def _ended(self, *, kept: bool) -> None:
+        self._all.pop()
+        self._states.saved.pop()
+        if kept and self.zero_later:
+            if self._all:
+                self._all[-1].zero_later = True
+            else:
+                self._zero_unused()
+
+
+def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
+    """How many rows a store needs, so that a batch of all sequences always finds free ones.
+
+    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
+    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
+    room, or ``CacheFull`` says that none is left.
+    """
+    return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
+
+
+def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> None:
+    """Refuse a batch that states cannot absorb.
+
+    Args:
+        rows: the batch.
+        last: of each sequence its last position, -1 if it is empty and may start anywhere.
+        states: of each sequence a number that tells its state from others.
+
+    Raises:
+        PositionError: a position does not follow on; names both.
+        BatchError: a token's owners have not the same state.
+    """
+    last, states = list(last), list(states)
+    owners: list[list[int]] = [[] for _ in range(len(rows))]
+    for row, seq in zip(*(ids.tolist() for ids in unpack_owners(rows.owners)), strict=True):
+        owners[row].append(seq)
+    for row, (at, seqs) in enumerate(zip(rows.positions.tolist(), owners, strict=True)):
+        for seq in seqs:
+            if last[seq] >= 0 and at != last[seq] + 1:
+                raise PositionError(
+                    f"token {row} of sequence {seq} stands at position {at}, but the sequence "
+                    f"ends at {last[seq]}: a state has to absorb its tokens without a gap"
+                )
+            if states[seq] != states[seqs[0]]:
+                raise BatchError(
+                    f"token {row} is shared by sequences {seqs}, which do not share their state: "
+                    "give each its own token, or seq_cp one to the others first"
+                )
+        for seq in seqs:
+            last[seq], states[seq] = at, -1 - row  # a state that only these have
+
+
+def _latest(content: StateData, taken: Sequence[int], n: int) -> list[int]:
+    """At most n states of checkpoints alone, those after the most tokens first."""
+    ends: dict[int, int] = {}
+    for held in content.held:
+        for end, state in () if held is None else held.checkpoints:
+            ends[state] = max(end, ends.get(state, 0))
+    alone = [state for state in ends if state not in taken]
+    return sorted(alone, key=lambda state: -ends[state])[:n]
+
+
+def _array(numbers: Sequence[int]) -> Int64Array:
+    return np.array(numbers, np.int64)

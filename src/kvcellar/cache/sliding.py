@@ -11,7 +11,8 @@ token: it would be computed with a hole that nobody notices.
 * ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
 * The last token of a sequence can always be removed and decoded again.
 * ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
-  :meth:`SlidingCache.seq_slid` tells what slid out. ``seq_pos_max`` is that of the whole sequence.
+  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole
+  sequence.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
 positions, which ``seq_div`` makes, take cells beyond that.
@@ -21,31 +22,36 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from kvcellar._cellsets import clamp_range
 from kvcellar.backends.base import KVStore
-from kvcellar.batch import Rows
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Coupled
-from kvcellar.cache.checkpoints import CheckpointBudget
-from kvcellar.cache.placement import CellPart, check_coupled
-from kvcellar.cache.room import Room, n_kept, sliding_size
-from kvcellar.cache.slid import Move, Positions, Slid, closed, is_whole, within
-from kvcellar.cache.sliding_placement import SlidingPlacement
-from kvcellar.cache.undoable import Undo
-from kvcellar.cache.window_checkpoints import WindowCheckpoints
-from kvcellar.cache.window_keeper import WindowKeeper
-from kvcellar.cache.window_porting import PortsWindows
-from kvcellar.errors import CacheError, InvariantError, OptionError
-from kvcellar.plan import MicroBatch
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
+from kvcellar.cache.base import CheckpointBudget, Coupled, Undo
+from kvcellar.cache.content import CellData, RowBytes, WindowData, n_kept, trimmed
+from kvcellar.cache.eviction import (
+    EvictedTokens,
+    Move,
+    Positions,
+    SlidingPlacement,
+    WindowEviction,
+    closed,
+    is_whole,
+    sliding_size,
+    within,
+)
+from kvcellar.cache.placement import Placement, check_coupled
+from kvcellar.cache.window_checkpoints import WindowCheckpoints, WindowKeeper
+from kvcellar.cellsets import clamp_range
+from kvcellar.errors import CacheError, InvariantError, OptionError, SnapshotFileError
+from kvcellar.types import MAX_POSITION, ByteArray, CacheSpec, Int32Array, Int64Array
 
 __all__ = ["SlidingCache", "sliding_size"]
 
 
-class SlidingCache(PortsWindows, AttentionCache):
+class SlidingCache(AttentionCache):
     """Every verb of :class:`AttentionCache`, over cells that are used again.
 
     Args:
@@ -55,6 +61,8 @@ class SlidingCache(PortsWindows, AttentionCache):
         checkpoints: what may be kept to go back behind the window. One is made for each sequence
             of which a batch decodes several tokens (a prompt), and by :meth:`checkpoint`.
     """
+
+    keeps_every_token = False
 
     def __init__(
         self,
@@ -72,9 +80,9 @@ class SlidingCache(PortsWindows, AttentionCache):
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
         self._window = windows[0]
-        self._room = Room(self.table, store, self._upkeep.journal, self._window)
+        self._room = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
-        self._keeper = WindowKeeper(self._checkpoints, self._room, self._upkeep, self._window)
+        self._keeper = WindowKeeper(self._checkpoints, self._room, self._sync, self._window)
         self.watch(self._remember)
 
     # -- questions
@@ -85,13 +93,13 @@ class SlidingCache(PortsWindows, AttentionCache):
             return MAX_POSITION
         return self._room.n_free()
 
-    def seq_slid(self, seq_id: int) -> Int32Array:
+    def seq_evicted(self, seq_id: int) -> Int32Array:
         """The ids of a sequence's tokens that slid out, in the order of their positions."""
-        return self._room.slid[self.table.checked(seq_id)].tokens
+        return self._room.evicted[self.table.checked(seq_id)].tokens
 
-    def seq_slid_positions(self, seq_id: int) -> Int32Array:
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
-        return self._room.slid[self.table.checked(seq_id)].positions
+        return self._room.evicted[self.table.checked(seq_id)].positions
 
     def checkpoints(self, seq_id: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to, ascending, beside those in its window."""
@@ -100,8 +108,8 @@ class SlidingCache(PortsWindows, AttentionCache):
     def check(self) -> None:
         """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
         super().check()
-        for seq, slid in enumerate(self._room.slid):
-            if not is_whole(slid.positions, self.seq_positions(seq), self._window):
+        for seq, evicted in enumerate(self._room.evicted):
+            if not is_whole(evicted.positions, self.seq_positions(seq), self._window):
                 raise InvariantError(f"sequence {seq} lacks a part of its window")
 
     # -- llama.cpp's verbs
@@ -112,7 +120,7 @@ class SlidingCache(PortsWindows, AttentionCache):
         Returns:
             False if a window could not be filled any more; nothing has changed.
         """
-        self._require_idle()
+        self.require_idle()
         lo, hi = clamp_range(p0, p1)
         everyone = range(self.table.n_seq_max)
         seqs = everyone if seq_id == -1 else [self.table.checked(seq_id)]
@@ -135,15 +143,17 @@ class SlidingCache(PortsWindows, AttentionCache):
         Raises:
             CacheError: dst would lack the window before its next token; nothing has changed.
         """
-        self._require_idle()
+        self.require_idle()
         a, b = self.table.checked(src), self.table.checked(dst)
         lo, hi = clamp_range(p0, p1)
         if a != b and lo < hi:
-            slid = self._room.slid[b].outside(lo, hi).joined(self._room.slid[a].inside(lo, hi))
+            evicted = (
+                self._room.evicted[b].outside(lo, hi).joined(self._room.evicted[a].inside(lo, hi))
+            )
             mine, theirs = self.seq_positions(b), self.seq_positions(a)
             held = np.concatenate((mine[~within(mine, lo, hi)], theirs[within(theirs, lo, hi)]))
-            self._require_whole("seq_cp", b, slid, held)
-            self._room.slid[b] = slid
+            self._require_whole("seq_cp", b, evicted, held)
+            self._room.evicted[b] = evicted
             self._checkpoints.share(a, b, lo, hi)
         self.table.seq_cp(a, b, lo, hi)
 
@@ -161,16 +171,16 @@ class SlidingCache(PortsWindows, AttentionCache):
                 copies of shared cells take free cells only.
         """
         lo, hi = clamp_range(p0, p1)
-        slid = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
+        evicted = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
         super().seq_add(seq_id, p0, p1, delta)
-        self._take_over(seq_id, slid)
+        self._take_over(seq_id, evicted)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range, those of what slid out too; as :meth:`seq_add`."""
         lo, hi = clamp_range(p0, p1)
-        slid = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
+        evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
         super().seq_div(seq_id, p0, p1, d)
-        self._take_over(seq_id, slid)
+        self._take_over(seq_id, evicted)
 
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
@@ -202,33 +212,21 @@ class SlidingCache(PortsWindows, AttentionCache):
         Returns:
             False if there is nothing to keep, or no budget for it.
         """
-        self._require_idle()
+        self.require_idle()
         seq = self.table.checked(seq_id)
         if len(self.table.pending_cells()):
             self.update()
         return self._keeper.make(seq)
 
-    def resize(self, size: int) -> None:
-        """Have so many cells; what slid out goes first if not everything would fit."""
-        self._require_idle()
-        saved = self._room.save()
-        try:
-            if 0 < size < self.used and not self.in_transaction:
-                self._room.give_up(self.used - size)
-            super().resize(size)
-        except BaseException:
-            self._room.load(saved)
-            raise
-
-    # -- as a part of a cache of several kinds
+    # -- decoding
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch may not be decoded; whether it finds room is for :meth:`take` to say."""
-        self._require_idle()
+        self.require_idle()
         if coupled == "same":
             check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
 
-    def take(self, micros: Sequence[MicroBatch]) -> CellPart:
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take cells for microbatches that were checked; what is pending is applied first.
 
         Raises:
@@ -236,45 +234,54 @@ class SlidingCache(PortsWindows, AttentionCache):
         """
         self._room.require(micros)
         self.update()
-        taken = SlidingPlacement(
-            self._room, self.spec, micros, self._upkeep, self._keeper.committed
-        )
-        self._open = taken
-        return taken
+        taken = SlidingPlacement(self._room, self.spec, micros, self._sync, self._keeper.committed)
+        self._open = Placement(micros, [taken])
+        return self._open
 
     # -- steps
 
+    def _resize(self, size: int) -> None:
+        """Have ``size`` cells; what slid out goes first if not everything would fit."""
+        saved = self._room.save()
+        try:
+            if size < self.used:
+                self._room.evict(self.used - size)
+            super()._resize(size)
+        except BaseException:
+            self._room.load(saved)
+            raise
+
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
-        slid, held = self._room.slid[seq].positions, self.seq_positions(seq)
+        evicted, held = self._room.evicted[seq].positions, self.seq_positions(seq)
         shift = hi - lo if len(held) and hi <= int(held[-1]) else 0
-        return is_whole(closed(slid, lo, hi, shift), closed(held, lo, hi, shift), self._window)
+        return is_whole(closed(evicted, lo, hi, shift), closed(held, lo, hi, shift), self._window)
 
     def _remove(self, seq_id: int, lo: int, hi: int) -> None:
         self.table.seq_rm(seq_id, lo, hi)
         for seq in range(self.table.n_seq_max) if seq_id == -1 else [seq_id]:
-            self._room.slid[seq] = self._room.slid[seq].outside(lo, hi)
+            self._room.evicted[seq] = self._room.evicted[seq].outside(lo, hi)
             self._checkpoints.cut(seq, lo)
 
-    def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> Slid | None:
+    def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
         """What slid out of a sequence, moved; None if nothing moves at all."""
-        self._require_idle()
+        self.require_idle()
         seq = self.table.checked(seq_id)
-        slid, held = self._room.slid[seq], self.seq_positions(seq).astype(np.int64)
+        evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
         new = np.where(within(held, lo, hi), move(held), held)
-        moved = slid.moved(lo, hi, move)
-        if moved is slid and bool((new == held).all()):
+        moved = evicted.moved(lo, hi, move)
+        if moved is evicted and bool((new == held).all()):
             return None
         self._require_whole(verb, seq, moved, new[new >= 0])
         return moved
 
-    def _take_over(self, seq_id: int, slid: Slid | None) -> None:
-        if slid is not None:
-            self._room.slid[seq_id] = slid
+    def _take_over(self, seq_id: int, evicted: EvictedTokens | None) -> None:
+        if evicted is not None:
+            self._room.evicted[seq_id] = evicted
             self._checkpoints.cut(seq_id, 0)
 
-    def _require_whole(self, verb: str, seq: int, slid: Slid, held: Positions) -> None:
-        if not is_whole(slid.positions, held, self._window):
+    def _require_whole(self, verb: str, seq: int, evicted: EvictedTokens, held: Positions) -> None:
+        if not is_whole(evicted.positions, held, self._window):
             end = int(held.max()) + 1 if len(held) else 0
             raise CacheError(
                 f"{verb} would leave sequence {seq} to go on at {end} without the {self._window} "
@@ -283,14 +290,88 @@ class SlidingCache(PortsWindows, AttentionCache):
 
     def _forget(self, *seqs: int) -> None:
         for seq in seqs:
-            self._room.slid[seq] = Slid()
+            self._room.evicted[seq] = EvictedTokens()
             self._checkpoints.cut(seq, 0)
 
     def _remember(self) -> Undo:
-        slid, checkpoints = list(self._room.slid), self._checkpoints.save()
+        evicted, checkpoints = list(self._room.evicted), self._checkpoints.save()
 
         def undo() -> None:
-            self._room.slid[:] = slid
+            self._room.evicted[:] = evicted
             self._checkpoints.load(checkpoints)
 
         return undo
+
+    # -- exports and imports
+
+    def _export_cells(
+        self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool
+    ) -> CellData:
+        content = super()._export_cells(seq_ids, lo, hi, checkpoints)
+        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
+        kept = self._port_checkpoints(seq_ids) if checkpoints else ()
+        return replace(content, evicted=evicted, checkpoints=kept)
+
+    def _import_cells(self, group: CellData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put cells into empty sequences, and remember what slid out.
+
+        Raises:
+            SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
+        """
+        fitting = trimmed(group, self._window)
+        for number in range(len(seq_ids)):
+            held = fitting.positions[fitting.cells_of(number)]
+            if not is_whole(fitting.evicted[number][0], held, self._window):
+                raise SnapshotFileError(f"a part of the window of sequence {number} is missing")
+        self._fill(fitting, seq_ids, shift)
+        for number, seq in enumerate(seq_ids):
+            if len(fitting.cells_of(number)):
+                at, tokens = fitting.evicted[number]
+                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
+        if shift == 0:  # rows of checkpoints stand at their positions
+            for one in fitting.checkpoints:
+                self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
+
+    def _cells_for(self, n: int) -> Int64Array:
+        """Cells for n tokens, those that slid out of every window included."""
+        return self._room.take(n, self._room.kept_rows())
+
+    def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
+        owners: dict[int, list[int]] = {}
+        known = {}
+        for number, seq in enumerate(seq_ids):
+            for one in self._checkpoints.of(seq):
+                known[one.serial] = one
+                owners.setdefault(one.serial, []).append(number)
+        return tuple(
+            WindowData(
+                one.positions.copy(),
+                one.tokens.copy(),
+                self._by_layer([rows.copy() for rows in one.rows]),
+                _pairs(one.evicted),
+                tuple(owners[serial]),
+            )
+            for serial, one in sorted(known.items())
+        )
+
+    def _port_in_checkpoint(self, one: WindowData, seqs: Sequence[int]) -> None:
+        if not is_whole(one.evicted[0], one.positions, self._window):
+            raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
+        pieces = {"k": one.rows.k, "v": one.rows.v}
+        # Copies: whoever made the content may change it, or the file that it lies in.
+        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
+        evicted = EvictedTokens.of(*one.evicted)
+        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
+        self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
+
+    def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
+        by = dict(zip(self._room.parts, rows, strict=True))
+        layers = range(len(self.store.spec.layers))
+        none = np.empty((len(rows[0]), 0), np.uint8)
+        return RowBytes(
+            tuple(by[i, "k"] for i in layers), tuple(by.get((i, "v"), none) for i in layers)
+        )
+
+
+def _pairs(evicted: EvictedTokens) -> Int32Array:
+    return np.stack((evicted.positions, evicted.tokens))

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcellar.batch import MicroBatch
+from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, CacheFull
-from kvcellar.plan import MicroBatch, StatePlan
-from kvcellar.types import Int32Array, unpack_owners
+from kvcellar.plan import StatePlan
+from kvcellar.types import Int32Array
 
 
 class RowPlans(NamedTuple):
@@ -102,8 +104,6 @@ class Piece(NamedTuple):
 
 class StatePlacement:
     """The rows of one batch, taken and neither committed nor released.
-
-    Implements :class:`~kvcellar.cache.placement.StatePart`.
 
     Args:
         micros: the batch.

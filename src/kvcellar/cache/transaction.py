@@ -1,4 +1,4 @@
-"""Trying something in a cache and taking it back.
+"""Taking back what happened to cells of K and V, bit for bit.
 
 ::
 
@@ -22,29 +22,22 @@ cell where it was. It needs no copy of the rows: cells that were held when a tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from kvcellar.backends.base import KVStore, Part
-from kvcellar.cache.undoable import Nested, NestHost, Remember
+from kvcellar.cache.base import Cache, Remember, Transaction
 from kvcellar.cells import CellTable
 from kvcellar.errors import AllocationError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
 
 
-class Host(NestHost, Protocol):
-    """What a transaction needs of its cache."""
+class CellTransaction(Transaction):
+    """A transaction on a cache of K and V."""
 
-    def zero_freed(self) -> None:
-        """Zero what free cells still hold."""
-
-
-class Transaction(Nested):
-    """Everything that happens to a cache from its begin to its end, to be kept or taken back."""
-
-    def __init__(self, journal: Journal, outer: Transaction | None) -> None:
-        super().__init__(journal.host, journal.open, journal.watchers)
+    def __init__(self, cache: Cache, journal: Journal, watchers: Sequence[Remember]) -> None:
+        super().__init__(cache, journal.open, watchers)
         table, store = journal.table, journal.store
+        outer = journal.open[-1] if journal.open else None
         held: BoolArray = table.positions >= 0
         self.reserved: BoolArray = held.copy() if outer is None else held | outer.reserved
         self.zero_later = False
@@ -55,6 +48,8 @@ class Transaction(Nested):
         self._journal = journal
         self._outer = outer
         self._saved = table.save()
+        journal.open.append(self)
+        table.reserved = self.reserved
 
     def _take_back(self) -> None:
         self.rows.write_back()
@@ -72,25 +67,26 @@ class Transaction(Nested):
             outer.rest.take(self.rest)
             outer.zero_later |= self.zero_later
         elif self.zero_later:
-            journal.host.zero_freed()
+            journal.zero_freed()
 
 
 class Journal:
-    """The open transactions of one cache, the innermost last."""
+    """The open transactions of one cache of K and V, and what they want kept of its rows.
 
-    def __init__(self, host: Host, table: CellTable, store: KVStore) -> None:
-        self.host = host
+    Args:
+        table: who owns which cell.
+        store: the rows.
+        zero_freed: zeroes what free cells still hold.
+
+    Attributes:
+        open: the transactions, the innermost last.
+    """
+
+    def __init__(self, table: CellTable, store: KVStore, zero_freed: Callable[[], None]) -> None:
         self.table = table
         self.store = store
-        self.open: list[Transaction] = []
-        self.watchers: list[Remember] = []
-
-    def begin(self) -> Transaction:
-        """A new transaction within those that are open."""
-        transaction = Transaction(self, self.open[-1] if self.open else None)
-        self.open.append(transaction)
-        self.table.reserved = transaction.reserved
-        return transaction
+        self.zero_freed = zero_freed
+        self.open: list[CellTransaction] = []
 
     def before_rotation(self, cells: Int64Array) -> None:
         """Keep the K rows of these cells, as far as an open transaction may want them back.

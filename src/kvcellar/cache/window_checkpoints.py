@@ -7,15 +7,25 @@ that were copied share it, whatever becomes of the cells.
 
 A sequence's checkpoints go with the text that they end in: when it is removed from before their
 end, when its positions move, when it is replaced. Beyond the budget the oldest goes first.
+
+Making checkpoints of a window, and going back to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from kvcellar.cache.checkpoints import CheckpointBudget
-from kvcellar.cache.slid import Slid, is_whole
+import numpy as np
+
+from kvcellar.batch import MicroBatch
+from kvcellar.cache.base import CheckpointBudget
+from kvcellar.cache.eviction import EvictedTokens, WindowEviction, is_whole
+from kvcellar.cache.rows import StoreSync
+from kvcellar.cache.transaction import KeptRows
+from kvcellar.cellsets import pack_owners, unpack_owners
+from kvcellar.errors import AllocationError, CacheFull
 from kvcellar.types import ByteArray, Int32Array
 
 
@@ -26,7 +36,7 @@ class WindowCheckpoint:
     positions: Int32Array  # ascending, at least one
     tokens: Int32Array
     rows: tuple[ByteArray, ...]  # of each layer and part, as stored
-    slid: Slid
+    evicted: EvictedTokens
     serial: int  # the later it was made, the larger
 
     @property
@@ -42,7 +52,7 @@ class WindowCheckpoint:
     def reaches(self, p0: int, window: int) -> bool:
         """Whether a sequence can be decoded from p0 on with what this holds before it."""
         held = self.positions[self.positions < p0]
-        return p0 <= self.end and len(held) > 0 and is_whole(self.slid.positions, held, window)
+        return p0 <= self.end and len(held) > 0 and is_whole(self.evicted.positions, held, window)
 
 
 class WindowCheckpoints:
@@ -68,10 +78,10 @@ class WindowCheckpoints:
         positions: Int32Array,
         tokens: Int32Array,
         rows: tuple[ByteArray, ...],
-        slid: Slid,
+        evicted: EvictedTokens,
     ) -> bool:
         """Keep one more, in place of one with the same end; False if it alone is too large."""
-        new = WindowCheckpoint(positions, tokens, rows, slid, self._made)
+        new = WindowCheckpoint(positions, tokens, rows, evicted, self._made)
         if not self.wanted or new.n_bytes > self.budget.max_bytes:
             return False
         self._made += 1
@@ -124,3 +134,74 @@ class WindowCheckpoints:
 
 def _bytes(checkpoints: Mapping[int, WindowCheckpoint]) -> int:
     return sum(one.n_bytes for one in checkpoints.values())
+
+
+class WindowKeeper:
+    """Copies rows between a cache and its checkpoints.
+
+    Args:
+        checkpoints: those there are.
+        room: where cells come from.
+        sync: what keeps rows in step with the table.
+        window: how many tokens before its end a checkpoint holds.
+    """
+
+    def __init__(
+        self, checkpoints: WindowCheckpoints, room: WindowEviction, sync: StoreSync, window: int
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._room = room
+        self._sync = sync
+        self._window = window
+
+    def make(self, seq: int) -> bool:
+        """Keep the end of a sequence of which no shift is pending; False: nothing was kept."""
+        table, store = self._room.table, self._room.store
+        cells = table.cells_of(seq)
+        if not len(cells) or not self._checkpoints.wanted:
+            return False
+        at = table.positions[cells]
+        n_older = int(np.count_nonzero(at <= int(at[-1]) - self._window))
+        older, last = cells[:n_older], cells[n_older:]
+        evicted = self._room.evicted[seq]
+        if n_older:
+            evicted = evicted.grown(at[:n_older], table.tokens[older])
+        rows = tuple(store.read_raw(i, part, last) for i, part in self._room.parts)
+        return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, evicted)
+
+    def committed(self, micros: Sequence[MicroBatch]) -> None:
+        """A batch was decoded: keep the ends of sequences of which it had several tokens."""
+        if not self._checkpoints.wanted:
+            return
+        owners = np.concatenate([micro.owners for micro in micros], axis=1)
+        counts = np.bincount(unpack_owners(owners)[1])
+        for seq in np.flatnonzero(counts > 1).tolist():
+            # Going back is a convenience: what was computed counts, whether or not it is there.
+            with suppress(MemoryError, AllocationError):
+                self.make(seq)
+
+    def restore(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
+        """Let a sequence be as it was at ``end``; False: no room, nothing has changed."""
+        saved, kept = self._room.save(), self._room.kept_rows()
+        try:
+            self._room.table.seq_rm(seq)
+            self._fill(seq, checkpoint, end, kept)
+        except BaseException as error:
+            self._room.load(saved)
+            kept.write_back()
+            if isinstance(error, CacheFull):
+                return False
+            raise
+        self._room.evicted[seq] = checkpoint.evicted
+        self._sync.mark_held()
+        return True
+
+    def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int, kept: KeptRows) -> None:
+        table = self._room.table
+        n = int(np.searchsorted(checkpoint.positions, end))
+        cells = self._room.take(n, kept)
+        kept.keep(cells)
+        for (layer, part), rows in zip(self._room.parts, checkpoint.rows, strict=True):
+            self._room.store.write_raw(layer, part, cells, rows[:n])
+        owners = pack_owners(np.arange(n), np.full(n, seq), n, len(table.owners))
+        table.place(cells, checkpoint.positions[:n], owners, checkpoint.tokens[:n])

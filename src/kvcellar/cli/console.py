@@ -1,33 +1,39 @@
-"""Where text goes: consoles that are plain unless a person's terminal is at the other end.
+"""Text on its way to stdout and stderr.
 
-Plain means no escape code at all. That is the case when the stream is no terminal, when
-``NO_COLOR`` is set, and when ``TERM`` says that the terminal knows no escape codes.
+Output is plain, without a single escape code, unless a person's terminal is at the other end:
+where the stream is no terminal, where ``NO_COLOR`` is set, and where ``TERM`` names a terminal
+without escape codes.
+
+Generated text must not drive a terminal: control characters are dropped there. A file or a pipe
+gets the text as it is.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
-
-import typer
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from collections.abc import Iterable
 
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def is_plain(stream: TextIO) -> bool:
-    """Whether no escape code may be written to the stream."""
+    """Return whether no escape code may be written to the stream."""
     if not stream.isatty() or os.environ.get("NO_COLOR"):
         return True
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def console_for(stream: TextIO) -> Console:
-    """A console on the stream, which shows text as it is: no markup, no emoji codes."""
+    """Return a console on the stream that prints text as it is: no markup, no emoji codes."""
     from rich.console import Console
 
     plain = is_plain(stream)
@@ -43,7 +49,7 @@ def console_for(stream: TextIO) -> Console:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print parts below each other; plain lines end where their text ends."""
+    """Print parts below each other; plain lines have no trailing blanks."""
     if console.is_terminal:
         console.print(*parts, sep="\n")
         return
@@ -53,46 +59,87 @@ def show(console: Console, *parts: RenderableType) -> None:
         print(line.rstrip(), file=console.file)
 
 
+def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values, a line each."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, title=harmless(title), title_justify="left")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(harmless(name), harmless(value))
+    return table
+
+
+def columns_table(
+    left: Iterable[str], right: Iterable[str], *, no_wrap: bool = False, **options: Any
+) -> Table:
+    """Return a table with a head: columns aligned left, then columns aligned right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(**{"box": box.SIMPLE_HEAD, "title_justify": "left", **options})
+    for head in left:
+        table.add_column(head, no_wrap=no_wrap)
+    for head in right:
+        table.add_column(head, justify="right", no_wrap=no_wrap)
+    return table
+
+
+def print_json(data: object) -> None:
+    """Print JSON to stdout."""
+    json.dump(data, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
 def note(text: str) -> None:
-    """A line on stderr."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def complain(error: Exception | str) -> None:
-    """An error as one line on stderr."""
-    note(f"error: {' '.join(str(error).split())}")
+    """Print an error to stderr, as one line."""
+    note(f"error: {one_line(error)}")
 
 
-def read_prompt(prompt: str | None) -> str:
-    """The prompt as given, or all of stdin when it is ``-`` or absent.
-
-    A single line break at the end of stdin is dropped.
-
-    Raises:
-        typer.BadParameter: nothing was given and stdin is a terminal.
-    """
-    if prompt is None and sys.stdin.isatty():
-        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
-    if prompt in (None, "-"):
-        return sys.stdin.read().removesuffix("\n")
-    assert prompt is not None
-    return clean(prompt)
+def one_line(error: Exception | str) -> str:
+    """Return a message without line breaks."""
+    return " ".join(str(error).split())
 
 
 def clean(text: str) -> str:
-    """Text whose undecodable bytes, surrogates to Python, became replacement characters."""
+    """Return text with replacement characters for bytes that could not be decoded."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def harmless(text: str) -> str:
-    """Text without the control characters that could drive a terminal; tab and newline stay."""
+    """Return text without the control characters that could drive a terminal."""
     return text.translate(_CONTROLS)
 
 
-def human_bytes(n: float) -> str:
-    """``n`` bytes for people: 22.5 KiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+class Output:
+    """Writes pieces of generated text to stdout, and remembers when the first one came.
+
+    Attributes:
+        seconds_to_first: from the creation of this object to the first text; None before.
+    """
+
+    def __init__(self) -> None:
+        self._start = perf_counter()
+        self._last = ""
+        self._for_terminal = sys.stdout.isatty()
+        self.seconds_to_first: float | None = None
+
+    def write(self, text: str) -> None:
+        """Write a piece and flush it."""
+        if self.seconds_to_first is None:
+            self.seconds_to_first = perf_counter() - self._start
+        self._last = text or self._last
+        sys.stdout.write(harmless(text) if self._for_terminal else text)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """End the line, if one was begun."""
+        if self._last and not self._last.endswith("\n"):
+            self.write("\n")
+        self._last = ""

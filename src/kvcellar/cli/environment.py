@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from kvcellar._version import __version__
-from kvcellar.backends.ggml.kernel import jit
+from kvcellar.backends.ggml.jit import compiler
+from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.backends.ggml.library import ENV, load
-from kvcellar.backends.ggml.product.products import why_no_products
 from kvcellar.backends.memory import available_bytes
 from kvcellar.errors import LibraryError
 
@@ -34,7 +34,7 @@ PACKAGES = (
     "zstandard",
     "redis",
 )
-VARIABLES = (ENV, jit.ENV)
+VARIABLES = (ENV, compiler.ENV)
 CPUINFO = Path("/proc/cpuinfo")
 
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -114,7 +114,7 @@ class Environment:
             libggml_origin=origin,
             libggml_features=features,
             libggml_problem=problem,
-            why_no_attention_kernel=_reason(jit.why_not()),
+            why_no_attention_kernel=_reason(compiler.why_not()),
             why_no_product_kernels=_reason(why_no_products()),
             variables=_variables(os.environ),
         )
@@ -145,7 +145,7 @@ def processor_features(info: Path = CPUINFO) -> tuple[str, ...] | None:
     """Which of :data:`FEATURES` the processor has: Linux says so, elsewhere LLVM."""
     for flags in (*_cpuinfo(info, "flags"), *_cpuinfo(info, "Features")):
         return feature_names(flags.split())
-    features = jit.host_features()
+    features = compiler.host_features()
     return None if features is None else feature_names(features)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C as a question that is asked between tokens, so that no step is cut in two."""
+"""Ctrl-C between tokens: the first press is noted and checked where no step is half done."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 class Interrupt:
-    """While open, the first Ctrl-C only sets ``pressed``; the second raises as usual."""
+    """While entered, the first Ctrl-C only sets ``pressed``; the second raises as usual."""
 
     def __init__(self) -> None:
         self.pressed = False
         self._before: Any = None
 
     def check(self) -> None:
-        """Raise if Ctrl-C was pressed; called where nothing is half done.
+        """Raise if Ctrl-C was pressed; to be called where nothing is half done.
 
         Raises:
             KeyboardInterrupt: it was.

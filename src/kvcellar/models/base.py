@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import LayerMemory
-from kvcellar.types import LayerSpec
+from kvcellar.types import LayerMemory, LayerSpec
 
 T = TypeVar("T")
 

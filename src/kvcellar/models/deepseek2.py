@@ -14,9 +14,8 @@ from typing import Literal, TypeVar
 
 from kvcellar.backends.operations import Routing, Weights
 from kvcellar.errors import ModelFileError, UnsupportedModel
-from kvcellar.models.blocks import Experts, FeedForward, Linear
-from kvcellar.models.decoder import Decoder, Embedding
-from kvcellar.models.latent import LatentAttention, LowRank
+from kvcellar.models.attention import LatentAttention, LowRank
+from kvcellar.models.blocks import Decoder, Embedding, Experts, FeedForward, Linear
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
 from kvcellar.models.rope import read_rope

@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvcellar.backends.operations import Ops, Weights
-from kvcellar.memory import LayerMemory
 from kvcellar.models.attention import Attention
-from kvcellar.models.blocks import RmsNorm
-from kvcellar.models.decoder import Block, Decoder, Embedding
+from kvcellar.models.blocks import Block, Decoder, Embedding, RmsNorm
 from kvcellar.models.reader import Reader
-from kvcellar.models.ssm import Mamba2
-from kvcellar.models.ssm_reader import read_mamba2
-from kvcellar.types import RopeSpec
+from kvcellar.models.ssm import Mamba2, read_mamba2
+from kvcellar.types import LayerMemory, RopeSpec
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
 from kvcellar.models.attention import Attention
-from kvcellar.models.decoder import Block, Decoder, Embedding
+from kvcellar.models.blocks import Block, Decoder, Embedding
 from kvcellar.models.gemma2 import query_scale, sandwich
 from kvcellar.models.reader import Reader
 from kvcellar.models.windows import near_rope, read_windows, windowed

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.blocks import Plain
-from kvcellar.models.decoder import Block, Decoder, Embedding
+from kvcellar.models.blocks import Block, Decoder, Embedding, Plain
 from kvcellar.models.reader import Reader
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from kvcellar.backends.operations import Routing, Weights
 from kvcellar.models.attention import Attention
-from kvcellar.models.blocks import Experts
-from kvcellar.models.decoder import Block, Decoder, Embedding
+from kvcellar.models.blocks import Block, Decoder, Embedding, Experts
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
 from kvcellar.models.windows import near_rope, read_windows, windowed

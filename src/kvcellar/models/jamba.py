@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Routing, Weights
-from kvcellar.models.blocks import Experts, FeedForward
-from kvcellar.models.decoder import Decoder, Embedding, Mixer
+from kvcellar.models.blocks import Decoder, Embedding, Experts, FeedForward, Mixer
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
-from kvcellar.models.ssm_reader import read_mamba
+from kvcellar.models.ssm import read_mamba
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.decoder import Decoder, Embedding, Mixer
+from kvcellar.models.blocks import Decoder, Embedding, Mixer
 from kvcellar.models.reader import Reader
 from kvcellar.models.ssm import ShortConvolution
 from kvcellar.types import RopeSpec

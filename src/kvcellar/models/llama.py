@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.blocks import Experts, FeedForward
-from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.blocks import Decoder, Embedding, Experts, FeedForward
 from kvcellar.models.moe import read_experts
 from kvcellar.models.reader import Reader
 

@@ -2,6 +2,8 @@
 
 Falcon Mamba's files say that they are of this family, but ask for norms without weights
 (``mamba.ssm.dt_b_c_rms``), which are refused.
+
+Mamba 2: nothing but Mamba 2's mixers, each behind a norm.
 """
 
 from __future__ import annotations
@@ -10,11 +12,20 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.blocks import Decoder, Embedding
 from kvcellar.models.reader import Reader
-from kvcellar.models.ssm_reader import read_mamba
+from kvcellar.models.ssm import read_mamba, read_mamba2
 
 T = TypeVar("T")
+
+
+class Mamba2Model(Decoder[T]):
+    """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
+
+    def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
+        file = Reader(metadata, weights, all_attend=False)
+        blocks = [file.lone_block(i, read_mamba2(file, i)) for i in file.layers]
+        super().__init__(file.spec(blocks), Embedding(file.embedding), blocks, file.head())
 
 
 class MambaModel(Decoder[T]):

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.blocks import FusedDense
-from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.blocks import Decoder, Embedding, FusedDense
 from kvcellar.models.reader import Reader
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.blocks import Decoder, Embedding
 from kvcellar.models.reader import Reader
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvcellar.backends.operations import Weights
 from kvcellar.models.attention import Attention
-from kvcellar.models.decoder import Decoder, Embedding
+from kvcellar.models.blocks import Decoder, Embedding
 from kvcellar.models.reader import Reader
 from kvcellar.types import RopeSpec
 

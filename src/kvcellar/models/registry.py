@@ -26,7 +26,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "lfm2": "kvcellar.models.lfm2:Lfm2",
         "llama": "kvcellar.models.llama:Llama",
         "mamba": "kvcellar.models.mamba:MambaModel",
-        "mamba2": "kvcellar.models.mamba2:Mamba2Model",
+        "mamba2": "kvcellar.models.mamba:Mamba2Model",
         "phi3": "kvcellar.models.phi3:Phi3",
         "qwen2": "kvcellar.models.qwen2:Qwen2",
         "qwen3": "kvcellar.models.qwen3:Qwen3",

@@ -1,11 +1,23 @@
-"""A cache, the graphs that run over it, and the sequences that live in it."""
+"""A cache, the graphs that run over it, and the sequences that live in it.
+
+The cache that belongs to a memory: one that fits each kind, alone or under one roof.
+
+How long decoding took, split into prefill and decode.
+
+What a rollback of the cache takes back in the sequences that live in it.
+
+Sequences that were closed meanwhile are open again; those that were made are closed.
+
+New sequences that are there only if all goes well with them.
+"""
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -13,24 +25,121 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcellar.backends.base import KVStore, OpenMemory
 from kvcellar.batch import Batch
-from kvcellar.cache.base import Cache
-from kvcellar.cache.compaction import check_threshold
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
+from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.rows import check_threshold
+from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
-from kvcellar.runtime.loading import LoadOptions, load_file, load_one
-from kvcellar.runtime.memories import make_cache
-from kvcellar.runtime.options import MAX_CELLS, ContextOptions, check_range
+from kvcellar.runtime.options import (
+    MAX_CELLS,
+    ContextOptions,
+    LoadOptions,
+    SaveOptions,
+    check_range,
+)
 from kvcellar.runtime.profile import Profile
-from kvcellar.runtime.saving import SaveOptions, save_file
+from kvcellar.runtime.saving import load_file, load_one, save_file
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.runtime.timings import Timings
-from kvcellar.runtime.undo import remember_sequences
-from kvcellar.snapshot.fingerprint import Plain, fingerprint
-from kvcellar.types import CacheSpec, Float32Array, KVType
+from kvcellar.snapshot.snapshot import Plain, fingerprint
+from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
+
+
+def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
+    """The cache over the stores of a memory of that shape, made for so many tokens.
+
+    A part that is the only one is used as it is, so models of one kind pay for no other.
+    """
+    groups: list[AttentionCache] = []
+    for group, store in zip(spec.groups, memory.groups, strict=True):
+        groups.append(_make_group(group, store, n_ctx, options))
+    if memory.states is None:
+        return groups[0] if len(groups) == 1 else HybridCache(groups)
+    policy = CheckpointPolicy(CheckpointBudget(*options.checkpoint_budget))
+    states = RecurrentCache(memory.states, policy, size=n_ctx)
+    return HybridCache(groups, states) if groups else states
+
+
+def _make_group(
+    spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
+) -> AttentionCache:
+    threshold = options.defrag_threshold
+    if spec.size == n_ctx:  # nothing ever has to make room
+        return AttentionCache(spec, store, defrag_threshold=threshold)
+    budget = CheckpointBudget(*options.checkpoint_budget)
+    return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Counts since the context was made or :meth:`reset`.
+
+    A decode of one token a sequence counts as "decode", any larger one as "prefill".
+    ``graph_seconds`` is the part of both that was spent computing graphs; the rest is Python's.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    n_decodes: int = 0
+    graph_seconds: float = 0.0
+
+    def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
+        """Count one call of decode."""
+        self.n_decodes += 1
+        self.graph_seconds += graph_seconds
+        if n_tokens > n_seqs:
+            self.prefill_tokens += n_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.decode_tokens += n_tokens
+            self.decode_seconds += seconds
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prefilled tokens a second, 0 before the first."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Decoded tokens a second, 0 before the first."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Time outside the graphs, a call of decode."""
+        total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
+        return total / self.n_decodes if self.n_decodes else 0.0
+
+
+def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
+    """What puts a context's sequences back as they are now."""
+    kept, kept_ids = dict(sequences), list(free_ids)
+    undos = [sequence.remember() for sequence in kept.values()]
+
+    def undo() -> None:
+        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
+        sequences.clear()
+        for sequence in made:
+            sequence.close()  # no longer known, so no cell is touched
+        sequences.update(kept)
+        free_ids[:] = kept_ids
+        for restore in undos:
+            restore()
+
+    return undo
 
 
 class Context:
@@ -217,6 +326,22 @@ class Context:
         with self._lock:
             self.check_open()
             return tuple(load_file(self, path, LoadOptions(convert=convert)))
+
+    @contextmanager
+    def new_sequences(self, n: int) -> Iterator[list[Sequence]]:
+        """Make ``n`` empty sequences for a ``with`` block; close them if it raises.
+
+        Raises:
+            SequenceIdError: fewer than ``n`` ids are left.
+        """
+        made: list[Sequence] = []
+        try:
+            made.extend(self.sequence() for _ in range(n))
+            yield made
+        except BaseException:
+            for sequence in made:
+                sequence.close()
+            raise
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Hold off other threads for the length of a ``with`` block, to do several calls as one."""

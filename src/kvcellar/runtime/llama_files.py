@@ -6,15 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcellar.cache.porting import state_get, state_set
+from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
-from kvcellar.runtime.making import new_sequences
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind
+from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind, LlamaFile
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.snapshot.llama.value import LlamaFile
 from kvcellar.snapshot.llama.writer import file_pieces
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
         context.check_open()
         spec, model = context.memory_spec, context.model.spec
         restored = to_content(read_llama_file(data, spec), spec, model.arch, model.n_vocab)
-        with new_sequences(context, len(restored.seq_ids)) as made:
+        with context.new_sequences(len(restored.seq_ids)) as made:
             state_set(context.cache, restored.content, [text.seq_id for text in made])
         return made
 
@@ -106,7 +104,7 @@ def _take(
 ) -> LlamaFile:
     """What sequences hold, as a file."""
     for text in texts:
-        text.compute_waiting()
+        text.compute_pending()
     seq_ids = tuple(text.seq_id for text in texts)
     content = state_get(context.cache, seq_ids, checkpoints=False)
     target = Target(kind, generation, seq_ids, v_trans)

@@ -1,24 +1,51 @@
-"""A GGUF model: its weights mapped into memory, its tokenizer, and the contexts made of it."""
+"""A GGUF model: its weights mapped into memory, its tokenizer, and the contexts made of it.
+
+Which backends there are, and opening a model file with one of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from weakref import WeakSet
 
-from kvcellar.backends.base import OpenMemory
-from kvcellar.errors import ClosedError
-from kvcellar.memory import MemorySpec
+from kvcellar.backends.base import ModelFile, OpenMemory
+from kvcellar.errors import ClosedError, OptionError
 from kvcellar.models.base import ModelSpec
 from kvcellar.models.registry import load_architecture
-from kvcellar.runtime.backends import open_model_file
-from kvcellar.runtime.chat_template import ChatTemplate
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.runtime.tokenizer import Tokenizer
 from kvcellar.runtime.weights_hash import file_stamp, weights_hash
-from kvcellar.types import ByteArray, CacheSpec, KVType, RowFormat
+from kvcellar.text.chat_template import ChatTemplate
+from kvcellar.text.tokenizer import Tokenizer
+from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
+
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        "ggml": "kvcellar.backends.ggml.model_file:GgmlModelFile",
+        "numpy": "kvcellar.backends.numpy.model_file:NumpyModelFile",
+    }
+)
+"""Name to ``module:class``; modules are imported when needed."""
+
+
+def open_model_file(path: str | Path, backend: str, n_threads: int | None) -> ModelFile[Any]:
+    """Open a GGUF file with a backend.
+
+    Raises:
+        OptionError: there is no such backend.
+        ModelFileError: the file is missing, truncated, damaged or not GGUF.
+        LibraryError: the backend's library cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise OptionError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    module, _, name = BACKENDS[backend].partition(":")
+    opened: ModelFile[Any] = getattr(import_module(module), name)(path, n_threads)
+    return opened
 
 
 class Model:

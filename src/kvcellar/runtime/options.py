@@ -1,4 +1,7 @@
-"""The options of a context, checked before anything is allocated."""
+"""The options of a context, checked before anything is allocated.
+
+Context shift: which tokens go when there is no room, as numbers; nothing here touches a cell.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
+
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
-from kvcellar.memory import MemorySpec, StateSpec, group_layers
 from kvcellar.models.base import ModelSpec
-from kvcellar.types import CacheSpec, KVType
+from kvcellar.types import (
+    MAX_POSITION,
+    CacheSpec,
+    Int32Array,
+    KVType,
+    MemorySpec,
+    StateSpec,
+    group_layers,
+)
 
 MAX_CELLS = 2**31 - 1
 MAX_SEQ = 4096
@@ -151,3 +163,101 @@ def check_range(name: str, value: int, low: int, high: int) -> int:
     if isinstance(value, bool) or not low <= number <= high:
         raise OptionError(f"{name}={value!r}: must be in [{low}, {high}]")
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a snapshot is written.
+
+    Attributes:
+        type_k: store K as another type than the cache's, a GGUF name; None: as it is.
+        type_v: the same for V.
+        compress: with zstd, which needs ``kvcellar[zstd]``. Loading is slower then.
+        checkpoints: whether older states and windows are saved as well, to go back to.
+    """
+
+    type_k: str | KVType | None = None
+    type_v: str | KVType | None = None
+    compress: bool = False
+    checkpoints: bool = True
+
+    @property
+    def types(self) -> tuple[KVType | None, KVType | None]:
+        """The types that are asked for.
+
+        Raises:
+            OptionError: there is no such type.
+        """
+        k, v = (None if t is None else KVType.parse(t) for t in (self.type_k, self.type_v))
+        return k, v
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What of a snapshot is loaded, and where it goes.
+
+    Attributes:
+        start: the first token, of the one sequence that there is.
+        stop: the first one that is not loaded; None: all.
+        positions: where the first token shall stand, K being rotated; None: where it stood.
+        convert: whether K and V may be stored in other types than the cache's.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    positions: int | None = None
+    convert: bool = False
+
+
+_ROOM = 4  # cells that llama.cpp's server never lets ``keep`` claim
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """What to give up when a text has no more room: tokens behind the first ``keep``.
+
+    Attributes:
+        keep: how many tokens at the start stay, for example those of a system prompt; clamped so
+            that a few cells are left for the rest.
+        discard: how many tokens behind them go, at least one and never all; None: half of them.
+
+    Raises:
+        OptionError: one of them is outside its range.
+    """
+
+    keep: int = 0
+    discard: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range("keep", self.keep, 0, MAX_POSITION)
+        if self.discard is not None:
+            check_range("discard", self.discard, 1, MAX_POSITION)
+
+    def clamped(self, n_tokens: int, n_ctx: int) -> tuple[int, int]:
+        """Which of the tokens go, as a range; clamped as llama.cpp's server does.
+
+        Raises:
+            OptionError: there are fewer than two tokens.
+        """
+        if n_tokens < 2:
+            raise OptionError(f"a context shift needs 2 tokens in the cache, there is {n_tokens}")
+        keep = max(0, min(self.keep, n_ctx - _ROOM, n_tokens - 2))
+        n_left = n_tokens - keep
+        discard = n_left // 2 if self.discard is None else self.discard
+        return keep, keep + min(discard, n_left - 1)
+
+    def span(self, positions: Int32Array, n_ctx: int) -> tuple[int, int]:
+        """As :meth:`clamped`, for tokens at ascending positions: those that share one go together.
+
+        Raises:
+            OptionError: nothing could go, or nothing would be left.
+        """
+        n = len(positions)
+        keep, stop = self.clamped(n, n_ctx)
+        cuts = np.append(np.flatnonzero(np.diff(positions, prepend=-1)), n)
+        first = int(np.searchsorted(cuts, keep))
+        last = int(np.searchsorted(cuts, stop, side="right")) - 1
+        last = max(last, first + 1)  # one that is larger than what was to go
+        if last >= len(cuts) - 1:
+            raise OptionError("nothing can be discarded: what follows keep shares one position")
+        return int(cuts[first]), int(cuts[last])

@@ -2,32 +2,254 @@
 
 Tokens that were sampled but not yet computed wait, and so do those that an edit took back further
 than it had to (``editing.py``); they are computed together with whatever comes next.
+
+Threads that share a context take turns: one call at a time, on whichever of its sequences.
+
+A text of which a part is in the cache and the rest waits to be computed, and its edits.
+
+``tokens`` is what the cache holds followed by what waits. Where a cache can forget tokens it does;
+where it has to go further back, as a state must that absorbed them, what follows waits to be
+computed again: the text is the same, and only costs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.undoable import Undo
-from kvcellar.errors import BatchError, OptionError
-from kvcellar.runtime.editing import EditableText
+from kvcellar.cache.base import Cache, Undo
+from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
+from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
 from kvcellar.runtime.generation import FinishReason, Generation
-from kvcellar.runtime.loading import LoadOptions, load_into
-from kvcellar.runtime.sampler import SamplerOptions
-from kvcellar.runtime.saving import SaveOptions, save_part
-from kvcellar.runtime.shifting import ContextShift
-from kvcellar.runtime.turns import in_turn
-from kvcellar.runtime.waiting import Waiting
-from kvcellar.snapshot.saved import SavedText
-from kvcellar.types import Float32Array, KVType
+from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.saving import load_into, save_part
+from kvcellar.snapshot.snapshot import SavedText
+from kvcellar.text.sampler import SamplerOptions
+from kvcellar.types import Float32Array, Int32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TakesTurns(Protocol):
+    """What :func:`synchronized` methods belong to."""
+
+    turn: AbstractContextManager[object]
+
+
+Locked = TypeVar("Locked", bound=TakesTurns)
+
+
+def synchronized(
+    method: Callable[Concatenate[Locked, P], R],
+) -> Callable[Concatenate[Locked, P], R]:
+    """A method during which no other thread works on the context."""
+
+    @wraps(method)
+    def alone(self: Locked, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+T = TypeVar("T", bound="EditableText")
+
+
+class EditableText:
+    """The tokens of a sequence, and what can be done to them without computing anything.
+
+    Attributes:
+        turn: holds off other threads (``turns.py``).
+        rounded: names the types that K and V were restored or loaded from, if they are others than
+            the cache's; empty: as they were computed. llama.cpp's files do not tell.
+    """
+
+    def __init__(
+        self, cache: Cache, seq_id: int, n_ctx_train: int, turn: AbstractContextManager[object]
+    ) -> None:
+        self.seq_id = seq_id
+        self.turn = turn
+        self._cached = CachedText(cache, seq_id)
+        self._pending = PendingTokens()
+        self._logits: Float32Array | None = None
+        self._logits_end = 0  # where the text ended that they follow
+        self._inexact_from: int | None = None  # see SavedText
+        self.stored_as = ""
+        self._n_ctx_train = n_ctx_train
+        self._closed = False
+
+    @property
+    @synchronized
+    def tokens(self) -> list[int]:
+        """All token ids, in order."""
+        self._check_open()
+        return [*self._cached.tokens, *self._pending.tokens]
+
+    @property
+    @synchronized
+    def positions(self) -> Int32Array:
+        """Where each of ``tokens`` stands; those not computed yet: where they will."""
+        self._check_open()
+        rest = self._pending.positions(self._cached.end)
+        return np.concatenate((self._cached.positions, rest)).astype(np.int32)
+
+    @synchronized
+    def __len__(self) -> int:
+        """How many tokens it has."""
+        self._check_open()
+        return len(self._cached) + len(self._pending)
+
+    @property
+    def inexact_from(self) -> int | None:
+        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
+
+        So it is behind a removal, after a context shift, or where text was loaded behind other
+        text. None: there is none. What others do to ``context.cache`` directly is not known here.
+        """
+        return self._inexact_from
+
+    @synchronized
+    def trim(self: T, n_tokens: int) -> T:
+        """Drop the last ``n_tokens`` tokens; returns the sequence itself.
+
+        Raises:
+            OptionError: it is negative or more than there are.
+        """
+        size = len(self)
+        n_tokens = check_range("n_tokens", n_tokens, 0, size)
+        if n_tokens == 0:
+            return self
+        n_left, n_held = size - n_tokens, len(self._cached)
+        if n_left < n_held:
+            self._pending = self._cached.go_back(n_left)
+            self._logits = None
+        else:
+            self._pending = self._pending.removed(n_left - n_held, size - n_held)
+        self._reconsider()
+        return self
+
+    @synchronized
+    def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
+        """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
+
+        Args:
+            start: the first token to go.
+            stop: the first one behind it to stay.
+            gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
+                What cannot move, as behind a recurrent state, is taken back and computed again.
+
+        Raises:
+            OptionError: a range outside the sequence, or one that would part grouped tokens.
+            CacheFull: cells that other sequences share have to be copied to move, and there is no
+                room for that. Nothing has changed.
+            NotSupported: a gap is to be kept in a recurrent sequence, or tokens would have to be
+                computed again that were decoded from embeddings.
+        """
+        stop = check_range("stop", stop, 0, len(self))
+        start = check_range("start", start, 0, stop)
+        if gap not in ("close", "keep"):
+            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
+        if gap == "keep" and start < stop < len(self) and self._cached.cache.has_states:
+            raise NotSupported(
+                'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
+                'other; use gap="close"'
+            )
+        n_held, at = len(self._cached), self.positions
+        closed = int(at[stop] - at[start]) if gap == "close" and stop < len(at) else 0
+        first, last = max(0, start - n_held), max(0, stop - n_held)
+        pending = self._pending.removed(first, last, closed)
+        if start < min(stop, n_held):
+            again = self._cached.remove(start, min(stop, n_held), gap)
+            pending = pending.prepended(again)
+            self._logits = None
+            if not again and stop < n_held:
+                self._mark_inexact(start)
+        self._pending = pending
+        self._reconsider()
+        if start < min(stop, len(self)) and self.positions[start] == at[stop]:
+            self._mark_inexact(start)  # there is a gap before it
+        return self
+
+    @synchronized
+    def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
+        """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
+
+        Both numbers are clamped as llama.cpp's server does (:class:`ContextShift`), so that at
+        least one computed token goes and one stays.
+
+        Raises:
+            OptionError: a negative number, or fewer than two tokens in the cache.
+            CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
+        """
+        self._check_open()
+        start, stop = self._cached.shift_span(ContextShift(keep, discard), self._pending)
+        self.remove(start, stop)
+        return stop - start
+
+    @synchronized
+    def self_extend(self: T, group: int, width: int) -> T:
+        """Let tokens share positions, so that more text fits what the model was trained for.
+
+        Of every ``width`` positions, ``group`` neighbours each become one, as llama.cpp's
+        ``grp-attn-n`` and ``grp-attn-w`` do. Windows that are not full yet are left alone: call
+        it again as the text grows. Returns the sequence itself.
+
+        Raises:
+            OptionError: a number below 1, or a width that is no multiple of group.
+            NotSupported: the model has states, or windows that slide.
+            ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
+        """
+        self._check_open()
+        before = self._cached.positions
+        self._cached.self_extend(group, width)
+        if (moved := np.flatnonzero(before != self._cached.positions)).size:
+            self._mark_inexact(int(moved[0]))
+        self._pending = PendingTokens(self._pending.tokens)  # they follow on from where it ends now
+        return self
+
+    @synchronized
+    def push(self, token: int) -> None:
+        """Add one token without computing it yet."""
+        self._check_open()
+        self._pending = self._pending.appended([token])
+
+    @synchronized
+    def make_room(self, shift: ContextShift) -> None:
+        """Shift until what waits to be computed fits; what :meth:`stream` does if asked to.
+
+        Raises:
+            CacheFull: a shift would free no cell, because others share them.
+        """
+        n_max = min(self._cached.cache.spec.size, self._n_ctx_train)
+        while span := self._cached.span_to_discard(self._pending, n_max, shift):
+            self.remove(*span)
+
+    def _mark_inexact(self, token: int) -> None:
+        """Know that K and V from a token on are not what a fresh decode would give."""
+        self._inexact_from = token if self._inexact_from is None else min(self._inexact_from, token)
+
+    def _reconsider(self) -> None:
+        """Know that what waits will be fresh, if it stands where it would in a text of its own."""
+        if len(self._cached) == 0:
+            self.stored_as = ""
+        if self._inexact_from is not None and len(self._cached) <= self._inexact_from:
+            moved = np.flatnonzero(self.positions != np.arange(len(self)))
+            self._inexact_from = int(moved[0]) if moved.size else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"sequence {self.seq_id} is closed")
 
 
 class Sequence(EditableText):
@@ -51,7 +273,7 @@ class Sequence(EditableText):
         return self.context.model.tokenizer.decode(self.tokens)
 
     @property
-    @in_turn
+    @synchronized
     def logits(self) -> Float32Array:
         """Logits of the next token, ``[n_vocab]``; computed if need be.
 
@@ -59,8 +281,8 @@ class Sequence(EditableText):
             OptionError: the sequence is empty.
         """
         self._check_open()
-        if self._waiting:
-            self._compute(self._waiting)
+        if self._pending:
+            self._compute(self._pending)
         self._forget_old_logits()
         if self._logits is None:
             self._compute_last_again()
@@ -68,7 +290,7 @@ class Sequence(EditableText):
             raise OptionError("the sequence is empty: append a prompt first")
         return self._logits
 
-    @in_turn
+    @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Add text or token ids and compute them; returns the sequence itself.
 
@@ -80,10 +302,10 @@ class Sequence(EditableText):
             CacheFull: not enough free cells; nothing has changed.
         """
         self._check_open()
-        self._compute(self._waiting.then(self.to_ids(prompt)))
+        self._compute(self._pending.appended(self.to_ids(prompt)))
         return self
 
-    @in_turn
+    @synchronized
     def fork(self) -> Sequence:
         """A new sequence that shares every cell with this one; no byte is copied.
 
@@ -93,14 +315,14 @@ class Sequence(EditableText):
         self._check_open()
         child = self.context.sequence()
         try:
-            self._held.share_with(child._held)  # noqa: SLF001
+            self._cached.share_with(child._cached)  # noqa: SLF001
         except BaseException:
             child.close()
             raise
-        child._waiting = self._waiting  # noqa: SLF001  (of the same class)
+        child._pending = self._pending  # noqa: SLF001  (of the same class)
         child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
-        child._tainted = self._tainted  # noqa: SLF001
-        child.rounded = self.rounded
+        child._inexact_from = self._inexact_from  # noqa: SLF001
+        child.stored_as = self.stored_as
         return child
 
     def generate(
@@ -146,7 +368,7 @@ class Sequence(EditableText):
         self._check_open()
         return iter(Generation(self, max_tokens, stop, shift, options, sampling))
 
-    @in_turn
+    @synchronized
     def save(
         self,
         path: str | Path,
@@ -181,7 +403,7 @@ class Sequence(EditableText):
         how = SaveOptions(type_k, type_v, compress, checkpoints)
         return save_part(self, path, start, stop, how)
 
-    @in_turn
+    @synchronized
     def load(
         self: Sequence,
         path: str | Path,
@@ -215,36 +437,45 @@ class Sequence(EditableText):
 
     # -- what saving and loading need
 
-    @in_turn
-    def compute_waiting(self) -> None:
+    @synchronized
+    def compute_pending(self) -> None:
         """Compute what waits, if anything does."""
         self._check_open()
-        if self._waiting:
-            self._compute(self._waiting)
+        if self._pending:
+            self._compute(self._pending)
 
-    @in_turn
+    @synchronized
     def saved_text(self) -> SavedText:
         """What a snapshot has to know beside what the cache holds."""
-        held = self._held
+        held = self._cached
         self._forget_old_logits()
-        return SavedText(self._logits, held.grouped, held.grouped_end, self._tainted, self.rounded)
+        return SavedText(
+            self._logits,
+            held.self_extended,
+            held.self_extended_end,
+            self._inexact_from,
+            self.stored_as,
+        )
 
     def adopt(self, saved: SavedText, before: list[int]) -> None:
         """Know what was saved, now that the cache holds it behind the tokens ``before``."""
-        held = self._held
-        if saved.grouped:
-            held.grouped, held.grouped_end = (*before, *saved.grouped), saved.grouped_end
+        held = self._cached
+        if saved.self_extended:
+            held.self_extended, held.self_extended_end = (
+                (*before, *saved.self_extended),
+                saved.self_extended_end,
+            )
         if len(held) == len(before):
             return  # nothing was added
         self._know(None if before else saved.logits)
         if before:
-            self._taint(len(before))
-        elif saved.tainted is not None:
-            self._taint(saved.tainted)
+            self._mark_inexact(len(before))
+        elif saved.inexact_from is not None:
+            self._mark_inexact(saved.inexact_from)
 
     def remember(self) -> Undo:
         """What puts the sequence back as it is now, its cells excepted."""
-        kept = {**vars(self), "_held": copy(self._held)}
+        kept = {**vars(self), "_held": copy(self._cached)}
         return partial(vars(self).update, kept)
 
     def __enter__(self) -> Sequence:
@@ -266,31 +497,31 @@ class Sequence(EditableText):
             raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
         return list(prompt)
 
-    def _compute(self, waiting: Waiting) -> None:
-        positions = waiting.positions(self._held.end) if waiting.places else None
-        before, n_held = (self._waiting, self._logits), len(self._held)
-        self._waiting, self._logits = Waiting(), None
+    def _compute(self, pending: PendingTokens) -> None:
+        positions = pending.positions(self._cached.end) if pending.places else None
+        before, n_held = (self._pending, self._logits), len(self._cached)
+        self._pending, self._logits = PendingTokens(), None
         try:
-            batch = Batch.of(waiting.tokens, self.seq_id, positions, logits="last")
+            batch = Batch.of(pending.tokens, self.seq_id, positions, logits="last")
             self._know(self.context.decode(batch)[-1])
         except BaseException:
             # Ctrl-C may come after the cells were filled: a token must not wait as well.
-            if len(self._held) == n_held:
-                self._waiting, self._logits = before
+            if len(self._cached) == n_held:
+                self._pending, self._logits = before
             raise
 
     def _know(self, logits: Float32Array | None) -> None:
         """Have the logits behind what the cache holds now."""
-        self._logits, self._logits_end = logits, self._held.end
+        self._logits, self._logits_end = logits, self._cached.end
 
     def _forget_old_logits(self) -> None:
         """Someone may have decoded into our id, or removed what the logits follow."""
-        if self._logits_end != self._held.end:
+        if self._logits_end != self._cached.end:
             self._logits = None
 
     def _compute_last_again(self) -> None:
         """After an edit the last token's logits are gone: take it out and compute it once more."""
-        if ids := self._held.tokens:
-            last = Waiting(ids[-1:], self._held.positions[-1:].tolist())
-            self._waiting = last.after(self._held.go_back(len(ids) - 1))
-            self._compute(self._waiting)
+        if ids := self._cached.tokens:
+            last = PendingTokens(ids[-1:], self._cached.positions[-1:].tolist())
+            self._pending = last.prepended(self._cached.go_back(len(ids) - 1))
+            self._compute(self._pending)

@@ -3,6 +3,12 @@
 safetensors says where arrays lie and checks that they lie within the file. Beyond that each array
 has a hash in the description, and the description has one itself: nothing is used that does not
 have it. The hashes find damage, not forgery.
+
+Arrays compressed with zstd, an optional extra.
+
+The bytes of numbers are sorted by significance first: exponents are alike, mantissas are not.
+
+Snapshots out of files and out of the values of stores.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +26,69 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save, save_file
 
 from kvcellar._version import __version__
-from kvcellar.errors import SnapshotFileError
+from kvcellar.errors import LibraryError, SnapshotFileError
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.compression import pack, unpack
-from kvcellar.snapshot.native import VERSION, Arrays, Described
+from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays
+from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
+
+LEVEL = 3
+MAX_RATIO = 1000
+"""Arrays that would become smaller than that are stored as they are: none unfolds to more."""
+
+
+def pack(array: AnyArray) -> tuple[AnyArray, dict[str, Any] | None]:
+    """Compressed bytes and how to undo it; the array itself and None if that gains nothing.
+
+    Raises:
+        LibraryError: the library is not installed.
+    """
+    library = _library()
+    planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T if array.size else array
+    packed = library.ZstdCompressor(level=LEVEL).compress(planes.tobytes())
+    if not array.nbytes // MAX_RATIO < len(packed) < array.nbytes:
+        return array, None
+    how = {"codec": "zstd", "dtype": array.dtype.str, "shape": list(array.shape)}
+    return np.frombuffer(packed, np.uint8), how
+
+
+def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
+    """The array that was packed; never more than ``MAX_RATIO`` times the bytes given.
+
+    Raises:
+        LibraryError: the library is not installed.
+        SnapshotFileError: this is not how we pack.
+    """
+    library = _library()
+    try:
+        dtype, shape = np.dtype(str(how["dtype"])), tuple(int(n) for n in how["shape"])
+        n_bytes = dtype.itemsize * prod(shape)
+        if how["codec"] != "zstd" or dtype.kind not in "uif" or min(shape, default=0) < 0:
+            raise ValueError(f"codec {how['codec']!r}, {dtype}, {shape}")
+        frame = packed.tobytes()
+        if n_bytes > MAX_RATIO * len(frame):
+            raise ValueError(f"{len(frame)} bytes would become {n_bytes}")
+        if library.frame_content_size(frame) != n_bytes:
+            raise ValueError(f"{library.frame_content_size(frame)} bytes for {n_bytes}")
+        data = library.ZstdDecompressor().decompress(frame)
+        planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
+        array: AnyArray = np.ascontiguousarray(planes.T).reshape(-1).view(dtype).reshape(shape)
+    except (ArithmeticError, LookupError, TypeError, ValueError, library.ZstdError) as error:
+        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
+    except MemoryError as error:
+        raise SnapshotFileError("there is no memory for a compressed array") from error
+    return array
+
+
+def _library() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise LibraryError(
+            'compressed snapshots need zstandard: pip install "kvcellar[zstd]"'
+        ) from error
+    return zstandard
+
 
 FORMAT = "kvcellar-snapshot"
 
@@ -36,14 +101,14 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 }
 
 
-def write_file(path: Path, described: Described, *, compress: bool) -> int:
+def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
     """Write a file, whole or not at all; returns its bytes.
 
     Raises:
         SnapshotFileError: it cannot be written; what was there is as it was.
         LibraryError: compression needs a library that is not installed.
     """
-    arrays, metadata = _finish(described, compress)
+    arrays, metadata = _finish(packed, compress)
     with replacing(path) as beside:
         try:
             save_file(arrays, beside, metadata)
@@ -52,7 +117,7 @@ def write_file(path: Path, described: Described, *, compress: bool) -> int:
         return beside.stat().st_size
 
 
-def read_file(path: Path) -> Described:
+def read_file(path: Path) -> SnapshotArrays:
     """Read a file.
 
     Raises:
@@ -83,13 +148,13 @@ def read_description(path: Path) -> dict[str, Any]:
         return {**about, **{name: metadata.get(name) for name in ("version", "kvcellar")}}
 
 
-def to_bytes(described: Described, *, compress: bool) -> bytes:
+def to_bytes(packed: SnapshotArrays, *, compress: bool) -> bytes:
     """What a file would hold."""
-    arrays, metadata = _finish(described, compress)
+    arrays, metadata = _finish(packed, compress)
     return bytes(save(arrays, metadata))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Described:
+def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
     """Read what :func:`to_bytes` returned; raises as :func:`read_file` does."""
     whole = bytes(data)
     try:
@@ -105,15 +170,15 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Described:
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
 
 
-def _finish(described: Described, compress: bool) -> tuple[Arrays, dict[str, str]]:
+def _finish(packed: SnapshotArrays, compress: bool) -> tuple[Arrays, dict[str, str]]:
     stored, about = Arrays(), dict[str, Any]()
-    for name, array in described.arrays.items():
+    for name, array in packed.arrays.items():
         # A row of no bytes has nothing to hash; safetensors keeps its shape.
         plain = np.ascontiguousarray(array)
         kept, codec = pack(plain) if compress else (plain, None)
         stored[name] = kept
         about[name] = {"hash": _hash(kept), **({} if codec is None else codec)}
-    body = json.dumps({**described.description, "arrays": about}, separators=(",", ":"))
+    body = json.dumps({**packed.description, "arrays": about}, separators=(",", ":"))
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -148,7 +213,7 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 def _verified(
     metadata: Mapping[str, str] | None, names: list[str], get: Callable[[str], AnyArray]
-) -> Described:
+) -> SnapshotArrays:
     about = _description(metadata)
     listed = about.pop("arrays")
     if set(listed) != set(names):
@@ -164,7 +229,7 @@ def _verified(
         if _hash(array) != wanted.get("hash"):
             raise SnapshotFileError(f"the array {name} is damaged")
         arrays[name] = unpack(array, wanted) if "codec" in wanted else array
-    return Described(arrays, about)
+    return SnapshotArrays(arrays, about)
 
 
 def _hash(data: AnyArray | bytes) -> str:
@@ -199,3 +264,18 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SnapshotFileError(f"{path}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def read_snapshot(path: str | Path) -> Snapshot:
+    """The snapshot in a file.
+
+    Raises:
+        SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
+        LibraryError: it is compressed by a library that is not installed.
+    """
+    return from_arrays(read_file(Path(path)))
+
+
+def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
+    """The snapshot in a value of a store; raises as :func:`read_snapshot` does."""
+    return from_arrays(from_bytes(value))

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcellar.cache.content import (
-    CacheContent,
-    CellContent,
-    HeldContent,
+    CellData,
     RowBytes,
-    StateContent,
-    WindowContent,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    WindowData,
 )
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.fingerprint import Plain, row_types
-from kvcellar.snapshot.saved import SavedText, Snapshot
+from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, row_types
 from kvcellar.types import AnyArray, ByteArray, KVType
 
 VERSION = 1
@@ -31,14 +30,14 @@ Arrays = dict[str, AnyArray]
 _DTYPES: Mapping[KVType, str] = {KVType.F32: "<f4", KVType.F16: "<f2"}
 
 
-class Described(NamedTuple):
+class SnapshotArrays(NamedTuple):
     """What a snapshot is in a file: arrays by name, and what they mean."""
 
     arrays: Arrays
     description: dict[str, Plain]
 
 
-def describe(snapshot: Snapshot) -> Described:
+def to_arrays(snapshot: Snapshot) -> SnapshotArrays:
     """A snapshot as arrays and a description; arrays are views where they can be."""
     content, arrays = snapshot.content, Arrays()
     groups: list[Plain] = []
@@ -55,9 +54,9 @@ def describe(snapshot: Snapshot) -> Described:
     for i, text in enumerate(snapshot.texts):
         if text.logits is not None:
             arrays[f"sequence.{i}.logits"] = text.logits
-        grouped: list[Plain] = list(text.grouped)
-        known: dict[str, Plain] = {"grouped": grouped, "grouped_end": text.grouped_end}
-        texts.append({**known, "tainted": text.tainted, "rounded": text.rounded})
+        self_extended: list[Plain] = list(text.self_extended)
+        known: dict[str, Plain] = {"grouped": self_extended, "grouped_end": text.self_extended_end}
+        texts.append({**known, "tainted": text.inexact_from, "rounded": text.stored_as})
     description: dict[str, Plain] = {
         "fingerprint": dict(snapshot.fingerprint),
         "n_seqs": content.n_seqs,
@@ -67,22 +66,22 @@ def describe(snapshot: Snapshot) -> Described:
         "texts": texts,
         "note": dict(snapshot.note),
     }
-    return Described(arrays, description)
+    return SnapshotArrays(arrays, description)
 
 
-def understand(described: Described) -> Snapshot:
+def from_arrays(packed: SnapshotArrays) -> Snapshot:
     """The snapshot that was described.
 
     Raises:
         SnapshotFileError: an array or a field is missing or of another kind.
     """
     try:
-        return _understand(described.arrays, described.description)
+        return _from_arrays(packed.arrays, packed.description)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise SnapshotFileError(f"the snapshot's description is damaged: {error!r}") from error
 
 
-def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
+def _from_arrays(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
     n_seqs = int(about["n_seqs"])
     if len(about["texts"]) != n_seqs:
         raise ValueError(f"{len(about['texts'])} texts of {n_seqs} sequences")
@@ -94,7 +93,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
     states = None
     if about["states"] is not None:
         held = tuple(_to_held(f"state.{i}", h, arrays) for i, h in enumerate(about["states"]))
-        states = StateContent(arrays["states"], held)
+        states = StateData(arrays["states"], held)
     texts = tuple(
         SavedText(
             arrays.get(f"sequence.{i}.logits"),
@@ -105,7 +104,7 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
         )
         for i, text in enumerate(about["texts"])
     )
-    content = CacheContent(n_seqs, cells, states, int(about["start"]))
+    content = SequenceData(n_seqs, cells, states, int(about["start"]))
     return Snapshot(dict(about["fingerprint"]), content, texts, dict(about["note"]))
 
 
@@ -113,35 +112,35 @@ def _understand(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
 
 
 def _of_group(
-    name: str, group: CellContent, kinds: tuple[KVType, KVType]
+    name: str, group: CellData, kinds: tuple[KVType, KVType]
 ) -> Iterator[tuple[str, AnyArray]]:
     yield f"{name}.positions", group.positions
     yield f"{name}.tokens", group.tokens
     yield f"{name}.owners", group.owners
     yield from _of_rows(name, group.rows, kinds)
-    for i, slid in enumerate(group.slid):
-        if slid.shape[1]:
-            yield f"{name}.slid.{i}", slid
+    for i, evicted in enumerate(group.evicted):
+        if evicted.shape[1]:
+            yield f"{name}.slid.{i}", evicted
     for i, one in enumerate(group.checkpoints):
         at = f"{name}.checkpoint.{i}"
         yield f"{at}.positions", one.positions
         yield f"{at}.tokens", one.tokens
-        yield f"{at}.slid", one.slid
+        yield f"{at}.slid", one.evicted
         yield from _of_rows(at, one.rows, kinds)
 
 
 def _to_group(
     name: str, arrays: Arrays, n_layers: int, n_seqs: int, checkpoints: list[list[int]]
-) -> CellContent:
+) -> CellData:
     none = np.empty((2, 0), np.int32)
-    return CellContent(
+    return CellData(
         positions=arrays[f"{name}.positions"],
         tokens=arrays[f"{name}.tokens"],
         owners=arrays[f"{name}.owners"],
         rows=_to_rows(name, arrays, n_layers),
-        slid=tuple(arrays.get(f"{name}.slid.{i}", none) for i in range(n_seqs)),
+        evicted=tuple(arrays.get(f"{name}.slid.{i}", none) for i in range(n_seqs)),
         checkpoints=tuple(
-            WindowContent(
+            WindowData(
                 arrays[f"{name}.checkpoint.{i}.positions"],
                 arrays[f"{name}.checkpoint.{i}.tokens"],
                 _to_rows(f"{name}.checkpoint.{i}", arrays, n_layers),
@@ -188,7 +187,7 @@ def _raw(rows: AnyArray | None, n: int) -> ByteArray:
 # -- states
 
 
-def _of_held(name: str, held: HeldContent | None, arrays: Arrays) -> Plain:
+def _of_held(name: str, held: SequenceStateData | None, arrays: Arrays) -> Plain:
     if held is None:
         return None
     arrays[f"{name}.positions"], arrays[f"{name}.tokens"] = held.positions, held.tokens
@@ -196,9 +195,11 @@ def _of_held(name: str, held: HeldContent | None, arrays: Arrays) -> Plain:
     return {"state": held.state, "checkpoints": checkpoints}
 
 
-def _to_held(name: str, about: Mapping[str, Any] | None, arrays: Arrays) -> HeldContent | None:
+def _to_held(
+    name: str, about: Mapping[str, Any] | None, arrays: Arrays
+) -> SequenceStateData | None:
     if about is None:
         return None
     pairs = tuple((int(n), int(state)) for n, state in about["checkpoints"])
     positions, tokens = arrays[f"{name}.positions"], arrays[f"{name}.tokens"]
-    return HeldContent(positions, tokens, int(about["state"]), pairs)
+    return SequenceStateData(positions, tokens, int(about["state"]), pairs)

@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.executor import GgmlExecutor
-from kvcellar.backends.ggml.gguf import GgufFile
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
+from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.backends.ggml.weights import GgmlWeights
 from kvcellar.errors import KVCellarError
 from kvcellar.models.base import Architecture
 from kvcellar.models.registry import load_architecture

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.sampler import log_softmax
+from kvcellar.text.sampler import log_softmax
 
 FLOOR = -6.0
 """Log-probabilities below this are not compared."""

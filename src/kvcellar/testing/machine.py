@@ -5,6 +5,8 @@ Use it as a test case, over whatever store::
 
     TestAttentionCache = AttentionMachine.TestCase
     TestMyStore = machine_over(Setup(MyStore)).TestCase
+
+Hypothesis strategies for caches: tiny sizes, so that rare cases become common.
 """
 
 from __future__ import annotations
@@ -12,18 +14,30 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcellar.cache.base import OnShared
 from kvcellar.testing.duel import Duel
 from kvcellar.testing.signs import Setup
-from kvcellar.testing.strategies import BOUNDS, SEQ_IDS, TOKEN_OWNERS
+from kvcellar.types import CacheSpec, LayerSpec, RopeSpec
+
+SEQ_IDS = st.integers(0, 3)
+"""Ids of a cache with four sequences."""
+
+BOUNDS = st.integers(-1, 9)
+"""Bounds of a range of positions; negative ones are open."""
+
+TOKEN_OWNERS = st.frozensets(SEQ_IDS, min_size=1, max_size=2)
+"""Whom a token belongs to: mostly one sequence, sometimes two."""
+
+
+def attention_spec(
+    size: int, n_seq_max: int = 4, padding: int = 1, *, rope: bool = True
+) -> CacheSpec:
+    """A cache of one tiny layer."""
+    layer = LayerSpec(1, 2, 2, RopeSpec("normal", 2) if rope else None)
+    return CacheSpec(size, n_seq_max, (layer,), padding=padding)
+
 
 MAX_DEPTH = 3
 

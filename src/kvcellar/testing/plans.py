@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.plan import CellPlan, MicroBatch, Plan
+from kvcellar.batch import MicroBatch
+from kvcellar.plan import CellPlan, Plan
 from kvcellar.types import Float32Array
 
 

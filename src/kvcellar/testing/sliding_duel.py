@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcellar._cellsets import cell_count
 from kvcellar.batch import Batch
-from kvcellar.cache.checkpoints import CheckpointBudget
+from kvcellar.cache.base import CheckpointBudget, Transaction
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.cache.transaction import Transaction
+from kvcellar.cellsets import cell_count
 from kvcellar.errors import CacheError, CacheFull
 from kvcellar.plan import Plan
-from kvcellar.testing.agreement import snapshot
-from kvcellar.testing.duel import Interrupted
+from kvcellar.testing.duel import Interrupted, snapshot
 from kvcellar.testing.naive_sliding import NaiveEntry, NaiveTexts
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import MAX_POSITION, CacheSpec, Int64Array, LayerSpec, RopeSpec
@@ -243,23 +241,23 @@ class SlidingDuel:
 
     def state(self) -> tuple[object, ...]:
         """All that a failed operation must leave as it was."""
-        slid = [
-            (self.cache.seq_slid(s).tolist(), self.cache.seq_slid_positions(s).tolist())
+        evicted = [
+            (self.cache.seq_evicted(s).tolist(), self.cache.seq_evicted_positions(s).tolist())
             for s in range(N_SEQ)
         ]
-        return (*snapshot(self.cache, only_used=True), slid)
+        return (*snapshot(self.cache, only_used=True), evicted)
 
     def check(self) -> None:
         """Every sequence is what it should be, held or slid out, and can be decoded on."""
         self.cache.check()
         table = self.cache.table
         for seq, text in enumerate(self.texts.texts):
-            held, slid = self.cache.seq_positions(seq), self.cache.seq_slid_positions(seq)
-            assert [*slid, *held] == [entry.pos for entry in text]
-            tokens = [*self.cache.seq_slid(seq), *self.cache.seq_tokens(seq)]
+            held, evicted = self.cache.seq_positions(seq), self.cache.seq_evicted_positions(seq)
+            assert [*evicted, *held] == [entry.pos for entry in text]
+            tokens = [*self.cache.seq_evicted(seq), *self.cache.seq_tokens(seq)]
             assert tokens == [entry.token for entry in text]
             assert self.cache.seq_pos_max(seq) == self.texts.end(seq) - 1
-            kept = text[len(slid) :]
+            kept = text[len(evicted) :]
             assert self.texts.is_enough(text, kept)
             cells = table.cells_of(seq)
             assert self.store.content[cells].tolist() == [entry.content for entry in kept]

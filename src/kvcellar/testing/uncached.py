@@ -10,12 +10,10 @@ from math import inf
 
 import numpy as np
 
-from kvcellar.backends.numpy.formulas import attend, f32
-from kvcellar.backends.numpy.ops import NumpyOps
-from kvcellar.memory import LayerMemory, MemorySpec
+from kvcellar.backends.numpy.ops import NumpyOps, attend, f32
 from kvcellar.models.base import Architecture
 from kvcellar.testing.plans import causal_plan
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, LayerMemory, MemorySpec
 
 
 class UncachedOps(NumpyOps):

@@ -9,15 +9,14 @@ import numpy.typing as npt
 
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.convert import to_rows
-from kvcellar.backends.ggml.executor import GgmlExecutor
-from kvcellar.backends.ggml.memory import array_at
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
-from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.ggml.store import to_rows
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import MemorySpec
-from kvcellar.plan import CellPlan, MicroBatch, Plan, StatePlan
-from kvcellar.types import AnyArray, Float32Array, KVType
+from kvcellar.batch import MicroBatch
+from kvcellar.plan import CellPlan, Plan, StatePlan
+from kvcellar.types import AnyArray, Float32Array, KVType, MemorySpec
 
 NO_MEMORY = MemorySpec((), None, ())
 _BYTES = 2**24

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.buffers import Buffer, HostBufferType, KVBuffers, layer_buffer_types
-from kvcellar.backends.ggml.layout import RowMajor
+from kvcellar.backends.ggml.buffers import (
+    Buffer,
+    HostBufferType,
+    KVBuffers,
+    RowMajor,
+    layer_buffer_types,
+)
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.errors import AllocationError, NotSupported, OptionError

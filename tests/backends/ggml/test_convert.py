@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.hadamard import hadamard, transform
 from kvcellar.types import KVType
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml import graph as graph_module
-from kvcellar.backends.ggml.executor import GgmlExecutor
-from kvcellar.backends.ggml.graph import MAX_GRAPHS
+from kvcellar.backends.ggml.graph import MAX_GRAPHS, GgmlExecutor
 from kvcellar.backends.ggml.inputs import Shape
 from kvcellar.errors import AllocationError
 from kvcellar.testing.gguf_writer import gguf_bytes

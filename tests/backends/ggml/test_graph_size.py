@@ -11,10 +11,18 @@ import pytest
 
 from kvcellar.backends.ggml.graph import NODES_PER_LAYER
 from kvcellar.backends.operations import ExpertWeights, Ops, Routing
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.models.moe import MAX_EXPERTS_USED
 from kvcellar.plan import CellPlan, StatePlan
-from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
+from kvcellar.types import (
+    CacheSpec,
+    KVType,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+    StateLayer,
+    StateSpec,
+)
 from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows
 
 N, N_LAYER, N_HEAD, D, N_EXPERT = 64, 3, 4, 64, 40

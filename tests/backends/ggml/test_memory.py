@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from kvcellar.backends.ggml import memory
+from kvcellar.backends.ggml import gguf as memory
 
 
 def test_a_view_writes_through() -> None:

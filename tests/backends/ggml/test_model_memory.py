@@ -13,15 +13,26 @@ import pytest
 from kvcellar.backends.ggml import model_memory
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.inputs import Shape
-from kvcellar.backends.ggml.kernel.attention import why_no_kernel
-from kvcellar.backends.ggml.kernel.jit import why_not
+from kvcellar.backends.ggml.jit.attention import why_no_kernel
+from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.backends.operations import Ops
 from kvcellar.errors import AllocationError
-from kvcellar.memory import LayerMemory, LayerPlace, MemorySpec, StateLayer, StateSpec, group_layers
 from kvcellar.plan import CellLists, CellPlan, Plan, StatePlan
-from kvcellar.types import CacheSpec, Int64Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import (
+    CacheSpec,
+    Int64Array,
+    KVType,
+    LayerMemory,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+    StateLayer,
+    StateSpec,
+    group_layers,
+)
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 ROPE = RopeSpec("neox", 8)

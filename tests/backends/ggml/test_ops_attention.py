@@ -10,9 +10,16 @@ import pytest
 
 from kvcellar.backends.operations import Ops
 from kvcellar.errors import NotSupported, OptionError
-from kvcellar.memory import MemorySpec
 from kvcellar.plan import CellLists, CellPlan
-from kvcellar.types import BoolArray, CacheSpec, Float32Array, KVType, LayerSpec, RopeSpec
+from kvcellar.types import (
+    BoolArray,
+    CacheSpec,
+    Float32Array,
+    KVType,
+    LayerSpec,
+    MemorySpec,
+    RopeSpec,
+)
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 SIZE = 256

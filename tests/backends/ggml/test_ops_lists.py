@@ -10,12 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.kernel.jit import why_not
-from kvcellar.backends.ggml.kernel.shape import TYPES
+from kvcellar.backends.ggml.jit.attention_item import TYPES
+from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.operations import Ops
-from kvcellar.memory import MemorySpec
 from kvcellar.plan import CellLists, CellPlan
-from kvcellar.types import BoolArray, CacheSpec, Float32Array, KVType, LayerSpec
+from kvcellar.types import BoolArray, CacheSpec, Float32Array, KVType, LayerSpec, MemorySpec
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="no kernel here")

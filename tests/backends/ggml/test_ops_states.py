@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 from kvcellar.backends.operations import Ops
 from kvcellar.errors import NotSupported
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.plan import Plan, StatePlan
-from kvcellar.types import AnyArray, Float32Array, KVType
+from kvcellar.types import (
+    AnyArray,
+    Float32Array,
+    KVType,
+    LayerPlace,
+    MemorySpec,
+    StateLayer,
+    StateSpec,
+)
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
 
 N_ROWS = 5

@@ -9,8 +9,8 @@ import pytest
 
 from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml import model_memory
-from kvcellar.backends.ggml.convert import from_rows, to_rows
-from kvcellar.backends.ggml.product.products import why_no_products
+from kvcellar.backends.ggml.jit.product import why_no_products
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.operations import Ops
 from kvcellar.types import Float32Array, KVType
 from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.constants import Constants
+from kvcellar.backends.ggml.nodes import Constants
 from kvcellar.backends.ggml.rotation import RotationGraph
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.errors import AllocationError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvcellar.backends.ggml.states import GgmlStateStore
-from kvcellar.memory import StateSpec
 from kvcellar.testing.state_conformance import (
     StateStoreConformance,
     state_spec_name,
     state_specs,
 )
+from kvcellar.types import StateSpec
 
 
 @pytest.mark.parametrize("spec", state_specs(), ids=state_spec_name)

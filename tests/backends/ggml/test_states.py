@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml.buffers import HostBufferType
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.memory import array_at
 from kvcellar.backends.ggml.states import GgmlStateStore
-from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.errors import AllocationError
-from kvcellar.memory import StateLayer, StateSpec
+from kvcellar.types import StateLayer, StateSpec
 from tests.backends.ggml.ops_bench import rows
 
 SPEC = StateSpec(4, 2, (StateLayer(6, 8), StateLayer(3), StateLayer(0, 5)))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.weights import GgmlWeights, tensor_at
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, tensor_at
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, gguf_bytes, write_gguf
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.numpy.experts import mixture, route
+from kvcellar.backends.numpy.ops import mixture, route
 from kvcellar.backends.operations import ExpertWeights, Routing
 from kvcellar.types import Float32Array
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.numpy.formulas import attend, softmax
+from kvcellar.backends.numpy.ops import attend, softmax
 from kvcellar.testing.rotation import random_rows
 from kvcellar.types import Float32Array
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.numpy import library
+from kvcellar.backends.numpy import gguf as library
 from kvcellar.backends.numpy.gguf import GgufTensors
 from kvcellar.errors import KVCellarError, LibraryError, ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, Value, gguf_bytes, write_gguf

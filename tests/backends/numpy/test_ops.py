@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.formulas import attend
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import ExpertWeights, Ops
 from kvcellar.errors import PositionError
-from kvcellar.memory import LayerPlace, MemorySpec
 from kvcellar.plan import CellPlan, Plan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
-from kvcellar.types import CacheSpec, Float32Array, KVType, LayerSpec
+from kvcellar.types import CacheSpec, Float32Array, KVType, LayerPlace, LayerSpec, MemorySpec
 
 SPEC = CacheSpec(16, 1, (LayerSpec(1, 4, 4),), KVType.F32, KVType.F32)
 TABLE = random_rows(10, 4)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvcellar.backends.numpy.plain import PlainOps
+from kvcellar.backends.numpy.ops import PlainOps
 from kvcellar.testing.rotation import random_rows
 from kvcellar.types import Float32Array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcellar.backends.numpy.rope import frequencies, magnitude, rotated
+from kvcellar.backends.numpy.ops import frequencies, magnitude, rotated
 from kvcellar.testing.conformance import ROPES
 from kvcellar.testing.rotation import naive_frequency, random_rows, rotated_rows
 from kvcellar.types import LayerSpec, RopeSpec

@@ -15,11 +15,10 @@ from kvcellar.backends.numpy import states as numpy_states
 from kvcellar.backends.numpy.ops import NumpyOps
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, softplus, ssm_scan
 from kvcellar.errors import AllocationError, NotSupported
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.uncached import UncachedOps
-from kvcellar.types import AnyArray, Float32Array
+from kvcellar.types import AnyArray, Float32Array, LayerPlace, MemorySpec, StateLayer, StateSpec
 
 N_ROWS = 4
 SPEC = StateSpec(N_ROWS, 2, (StateLayer(6, 8), StateLayer(3), StateLayer(0, 5)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml import convert as ggml
-from kvcellar.backends.numpy import convert, library
+from kvcellar.backends.ggml import store as ggml
+from kvcellar.backends.numpy import gguf as library
+from kvcellar.backends.numpy import store as convert
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.errors import AllocationError, LibraryError, OptionError
 from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs, tolerance

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml import convert as ggml
-from kvcellar.backends.numpy.gguf import GgufTensors
-from kvcellar.backends.numpy.weights import NumpyWeights
+from kvcellar.backends.ggml import store as ggml
+from kvcellar.backends.numpy.gguf import GgufTensors, NumpyWeights
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, write_gguf
 from kvcellar.testing.rotation import random_rows

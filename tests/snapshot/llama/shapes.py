@@ -9,20 +9,29 @@ import numpy as np
 
 from kvcellar.cache.content import (
     NO_TOKENS,
-    CacheContent,
-    CellContent,
-    HeldContent,
+    CellData,
     RowBytes,
-    StateContent,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    trimmed,
 )
-from kvcellar.cache.window_porting import trimmed
-from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
-from kvcellar.snapshot.llama.checks import check_finite
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import Generation, Kind
-from kvcellar.snapshot.llama.value import LlamaFile
+from kvcellar.snapshot.llama.layout import Generation, Kind, LlamaFile
+from kvcellar.snapshot.llama.to_content import check_finite
 from kvcellar.snapshot.llama.writer import file_pieces
-from kvcellar.types import ByteArray, CacheSpec, Int32Array, Int64Array, KVType, LayerSpec
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Int32Array,
+    Int64Array,
+    KVType,
+    LayerPlace,
+    LayerSpec,
+    MemorySpec,
+    StateLayer,
+    StateSpec,
+)
 
 N_VOCAB, ARCH = 100, "tiny"
 LAYER = LayerSpec(n_head_kv=1, head_dim_k=4, head_dim_v=2)
@@ -73,7 +82,7 @@ OLD = ("plain", "f32 and bf16")
 
 def content_of(
     spec: MemorySpec, n_shared: int, n_own: Sequence[int], seed: int = 0
-) -> CacheContent:
+) -> SequenceData:
     """Sequences that share their first tokens, and then have some of their own."""
     rng = np.random.default_rng(seed)
     positions, owners = _cells(n_shared, n_own)
@@ -81,19 +90,19 @@ def content_of(
     groups = []
     for group in spec.groups:
         rows = _rows(group, len(positions), rng)
-        slid = (NO_TOKENS,) * len(n_own)
-        cells = CellContent(positions, tokens, owners, rows, slid)
+        evicted = (NO_TOKENS,) * len(n_own)
+        cells = CellData(positions, tokens, owners, rows, evicted)
         groups.append(trimmed(cells, group.window) if group.window else cells)
     if spec.states is None:
-        return CacheContent(len(n_own), tuple(groups))
-    held: list[HeldContent | None] = []
+        return SequenceData(len(n_own), tuple(groups))
+    held: list[SequenceStateData | None] = []
     for seq in range(len(n_own)):
         mine = owners[0][owners[1] == seq]
         state = len([one for one in held if one])
-        held.append(HeldContent(positions[mine], tokens[mine], state) if len(mine) else None)
+        held.append(SequenceStateData(positions[mine], tokens[mine], state) if len(mine) else None)
     values = rng.standard_normal((len(n_own), spec.states.row_bytes // 4)).astype(np.float32)
     used = len([one for one in held if one])
-    return CacheContent(len(n_own), tuple(groups), StateContent(values[:used], tuple(held)))
+    return SequenceData(len(n_own), tuple(groups), StateData(values[:used], tuple(held)))
 
 
 def parts_of(spec: MemorySpec) -> list[CacheSpec | StateSpec]:
@@ -102,7 +111,7 @@ def parts_of(spec: MemorySpec) -> list[CacheSpec | StateSpec]:
 
 
 def file_of(
-    content: CacheContent,
+    content: SequenceData,
     spec: MemorySpec,
     kind: Kind = "sequence",
     generation: Generation = "2026-10",
@@ -119,7 +128,7 @@ def bytes_of(file: LlamaFile, spec: MemorySpec) -> bytes:
     return b"".join(file_pieces(file, len(spec.places)))
 
 
-def first_tokens(content: CacheContent) -> list[int]:
+def first_tokens(content: SequenceData) -> list[int]:
     """The tokens of the first sequence."""
     if content.groups:
         group = content.groups[0]

@@ -17,12 +17,12 @@ import pytest
 
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.porting import state_set
+from kvcellar.cache.transfer import state_set
 from kvcellar.errors import KVCellarError, NotSupported, SnapshotError
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.layout import Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
+from kvcellar.types import MemorySpec
 from tests.snapshot.llama.shapes import ARCH, N_VOCAB, SPECS, bytes_of, content_of, file_of
 
 CASES: list[tuple[str, Kind, Generation, bool]] = [

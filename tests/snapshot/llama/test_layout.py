@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import SnapshotError
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.types import CacheSpec, LayerSpec
+from kvcellar.types import CacheSpec, LayerSpec, MemorySpec
 from tests.snapshot.llama.shapes import ARCH, LATENT, N_VOCAB, bytes_of, file_of, hybrid, windowed
 
 SPEC = MemorySpec.single(CacheSpec(8, 2, (LayerSpec(1, 2, 2),), padding=1))

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import NotSupported, OptionError, SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import LayerPlace, MemorySpec
-from kvcellar.snapshot.llama.layout import Generation
+from kvcellar.snapshot.llama.layout import Block, Generation, LlamaFile, Stream
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.snapshot.llama.value import Block, LlamaFile, Stream
-from kvcellar.types import KVType, LayerSpec, RopeSpec
+from kvcellar.types import KVType, LayerPlace, LayerSpec, MemorySpec, RopeSpec
 from tests.snapshot.llama.shapes import (
     ARCH,
     LAYER,

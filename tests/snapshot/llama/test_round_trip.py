@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.cache.content import CacheContent, CellContent
+from kvcellar.cache.content import CellData, SequenceData
 from kvcellar.cache.content_checks import check_content
-from kvcellar.memory import MemorySpec
 from kvcellar.snapshot.llama.layout import Generation, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
-from kvcellar.types import Int32Array
+from kvcellar.types import Int32Array, MemorySpec
 from tests.snapshot.llama.shapes import (
     ARCH,
     N_VOCAB,
@@ -33,8 +32,8 @@ CASES = [(name, "2026-10") for name in SPECS] + [(name, "2025-01") for name in O
 
 
 def again(
-    content: CacheContent, spec: MemorySpec, kind: Kind, generation: Generation, v_trans: bool
-) -> CacheContent:
+    content: SequenceData, spec: MemorySpec, kind: Kind, generation: Generation, v_trans: bool
+) -> SequenceData:
     """A content after it was written and read; every byte of the file is accounted for."""
     data = bytes_of(file_of(content, spec, kind, generation, v_trans), spec)
     file = read_llama_file(data, spec)
@@ -47,7 +46,7 @@ def again(
     return restored.content
 
 
-def assert_same(got: CacheContent, wanted: CacheContent) -> None:
+def assert_same(got: SequenceData, wanted: SequenceData) -> None:
     """All is equal, but that tokens which are not the first sequence's are unknown."""
     assert got.n_seqs == wanted.n_seqs
     for mine, theirs in zip(got.groups, wanted.groups, strict=True):
@@ -66,7 +65,7 @@ def assert_same(got: CacheContent, wanted: CacheContent) -> None:
             np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
-def assert_same_cells(got: CellContent, wanted: CellContent) -> None:
+def assert_same_cells(got: CellData, wanted: CellData) -> None:
     np.testing.assert_array_equal(got.positions, wanted.positions)
     for mine, theirs in ((got.rows.k, wanted.rows.k), (got.rows.v, wanted.rows.v)):
         for rows, wanted_rows in zip(mine, theirs, strict=True):
@@ -75,10 +74,10 @@ def assert_same_cells(got: CellContent, wanted: CellContent) -> None:
     assert {tuple(pair) for pair in got.owners.T.tolist()} == pairs
     known = np.isin(np.arange(len(got.positions)), got.owners[0][got.owners[1] == 0])
     np.testing.assert_array_equal(got.tokens, np.where(known, wanted.tokens, -1))
-    for seq, (slid, other) in enumerate(zip(got.slid, wanted.slid, strict=True)):
-        np.testing.assert_array_equal(slid[0], other[0])
+    for seq, (evicted, other) in enumerate(zip(got.evicted, wanted.evicted, strict=True)):
+        np.testing.assert_array_equal(evicted[0], other[0])
         unknown = np.full(other.shape[1], -1, np.int32)
-        np.testing.assert_array_equal(slid[1], other[1] if seq == 0 else unknown)
+        np.testing.assert_array_equal(evicted[1], other[1] if seq == 0 else unknown)
 
 
 @pytest.mark.parametrize(("name", "generation"), CASES)

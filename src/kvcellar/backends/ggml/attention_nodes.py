@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes as c
 
 from kvcellar.backends.ggml.binding import ALL_THREADS, PREC_F32, TYPE_F32
+from kvcellar.backends.ggml.gguf import tensor_at
 from kvcellar.backends.ggml.inputs import GroupInputs, Target
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel
+from kvcellar.backends.ggml.jit.attention import AttentionKernel
 from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellPlan
 

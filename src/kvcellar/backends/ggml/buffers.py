@@ -8,6 +8,11 @@ host's memory; what is done with several is the same.
    a context for long texts costs what is in it.
 2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
 3. Sizes are logged.
+
+Where a cell's row lies in a buffer: side by side (a row a cell) or across (a row a channel).
+
+Both give the same bytes for the same cells; only V without flash attention lies across, so that
+weights × V is a plain product.
 """
 
 from __future__ import annotations
@@ -17,14 +22,84 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kvcellar.backends.base import Part
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.layout import CellRows, ChannelMajor, NoRows, RowMajor
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.memory import check_available
-from kvcellar.backends.zeros import ZeroedMemory
+from kvcellar.backends.memory import ZeroedMemory, check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError
-from kvcellar.types import CacheSpec
+from kvcellar.types import AnyArray, ByteArray, CacheSpec, Int64Array
+
+
+class CellRows(Protocol):
+    """Rows by cell, as raw bytes ``[n, row_bytes]``."""
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """A copy of the rows of cells."""
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Overwrite the rows of cells."""
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells."""
+
+
+class NoRows:
+    """What a layer has whose V is part of its K: rows of no bytes."""
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """Rows of no bytes."""
+        return np.empty((len(cells), 0), np.uint8)
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Nothing to do."""
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Nothing to do."""
+
+
+class RowMajor:
+    """A tensor ``[size, width]``: a row a cell."""
+
+    def __init__(self, tensor: int) -> None:
+        struct = tensor_at(tensor)
+        self._bytes: ByteArray = array_at(struct.data, np.uint8, (struct.ne[1], struct.nb[1]))
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """A copy of the rows of cells."""
+        return self._bytes[cells]
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Overwrite the rows of cells."""
+        self._bytes[cells] = rows
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells."""
+        self._bytes[cells] = 0
+
+
+class ChannelMajor:
+    """A tensor ``[width, size]``: a row a channel, a column a cell; unquantised types only."""
+
+    def __init__(self, tensor: int) -> None:
+        struct = tensor_at(tensor)
+        self._dtype = np.dtype(f"u{struct.nb[0]}")
+        self._values: AnyArray = array_at(struct.data, self._dtype, (struct.ne[1], struct.ne[0]))
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """A copy of the rows of cells."""
+        return np.ascontiguousarray(self._values[:, cells].T).view(np.uint8)
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Overwrite the rows of cells."""
+        self._values[:, cells] = np.ascontiguousarray(rows).view(self._dtype).T
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells."""
+        self._values[:, cells] = 0
+
 
 BUFFER = "the K/V buffer"
 _MIB = 2**20

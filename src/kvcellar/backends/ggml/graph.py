@@ -3,22 +3,27 @@
 A graph depends on the plan's shape alone: how many tokens, sequences, cells looked at, and outputs.
 All graphs of an executor share one compute buffer; when a larger shape makes it move, the smaller
 graphs are dropped, since their tensors point into the old one. Likewise when a store is resized.
+
+Running a model's forward pass over a memory: a graph of the plan's shape, loaded, computed.
 """
 
 from __future__ import annotations
 
 import ctypes as c
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.constants import Constants
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, Target, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
+from kvcellar.backends.ggml.nodes import Constants
 from kvcellar.backends.ggml.ops import GgmlOps
+from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.operations import Forward
 from kvcellar.errors import AllocationError, ClosedError
@@ -160,3 +165,45 @@ class GraphCache:
             self._reset()  # the old buffer is gone, and ggml would not notice
             raise
         self._n_bytes = n_bytes
+
+
+class GgmlExecutor:
+    """Runs a model's forward pass over a memory. Implements ``Executor``."""
+
+    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
+        self._backend = backend
+        self._compute = backend.compute
+        self._kernels = memory.kernels
+        self._cache = GraphCache(backend, memory, forward)
+
+    @property
+    def takes_lists(self) -> tuple[bool, ...]:
+        """Of each group, whether its plans are better given with lists than with masks."""
+        return tuple(kernel is not None for kernel in self._kernels)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the compute buffer."""
+        return self._cache.buffer_bytes
+
+    def run(self, plan: Plan) -> Float32Array:
+        """Compute a plan; see ``Executor.run``."""
+        graph = self._cache.get(plan)
+        graph.feeds.load(plan)
+        for kernel, group in zip(self._kernels, plan.groups, strict=True):
+            if kernel is not None and group.lists is not None:
+                kernel.load(group.lists)
+        self._compute(graph.graph)
+        return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
+
+    def invalidate(self) -> None:
+        """Drop every graph; a resized store makes that happen by itself."""
+        self._cache.invalidate()
+
+    def close(self) -> None:
+        """Free graphs and buffer; closing twice is fine."""
+        self._cache.close()

@@ -14,8 +14,7 @@ import numpy as np
 
 from kvcellar.backends.checks import check_learned
 from kvcellar.backends.ggml.binding import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Ggml
-from kvcellar.backends.ggml.memory import array_at
-from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.plan import CellPlan, Plan
 from kvcellar.types import AnyArray, CacheSpec
 

@@ -9,17 +9,14 @@ import numpy as np
 
 from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.convert import from_rows, to_rows
-from kvcellar.backends.ggml.executor import GgmlExecutor
-from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.backends.ggml.kernel.attention import why_no_kernel
-from kvcellar.backends.ggml.memory import array_at
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, array_at
+from kvcellar.backends.ggml.graph import GgmlExecutor
+from kvcellar.backends.ggml.jit.attention import why_no_kernel
 from kvcellar.backends.ggml.model_memory import GgmlMemory
-from kvcellar.backends.ggml.weights import GgmlWeights
+from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.hadamard import transform
 from kvcellar.backends.operations import Forward
-from kvcellar.memory import MemorySpec
-from kvcellar.types import ByteArray, CacheSpec, RowFormat
+from kvcellar.types import ByteArray, CacheSpec, MemorySpec, RowFormat
 
 
 class GgmlModelFile:

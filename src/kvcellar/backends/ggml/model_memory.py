@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.kernel.attention import AttentionKernel, why_no_kernel
-from kvcellar.backends.ggml.product.products import Products, why_no_products
+from kvcellar.backends.ggml.jit.attention import AttentionKernel, why_no_kernel
+from kvcellar.backends.ggml.jit.product import Products, why_no_products
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.backends.ggml.store import GgmlStore
-from kvcellar.memory import LayerPlace, MemorySpec
-from kvcellar.types import CacheSpec
+from kvcellar.types import CacheSpec, LayerPlace, MemorySpec
 
 
 @dataclass(frozen=True, slots=True)

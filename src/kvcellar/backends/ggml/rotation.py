@@ -12,10 +12,8 @@ import numpy as np
 
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import TYPE_I32, TYPE_I64, InitParams
-from kvcellar.backends.ggml.constants import Constants
-from kvcellar.backends.ggml.memory import array_at
-from kvcellar.backends.ggml.nodes import Nodes
-from kvcellar.backends.ggml.weights import tensor_at
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.errors import AllocationError
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, Int64Array, RopeSpec
 

@@ -13,13 +13,11 @@ import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
 from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
+from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.memory import array_at
-from kvcellar.backends.ggml.weights import tensor_at
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, ClosedError
-from kvcellar.memory import StateSpec
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 BUFFER = "the state buffer"
 _log = logging.getLogger(__name__)

@@ -3,6 +3,10 @@
 K of layer i is ``[size, n_embd_k]``, a row a cell; V likewise with flash attention, else it lies
 across, ``[n_embd_v, size]``; a layer whose V is part of its K has none. Rows are read and written
 through NumPy views.
+
+Rows between f32 and how they are stored.
+
+ggml's own kernels make the K/V types; quantised rows lie under a Hadamard transform.
 """
 
 from __future__ import annotations
@@ -10,15 +14,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvcellar.backends.base import Part
 from kvcellar.backends.checks import check_types
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_buffer_types
-from kvcellar.backends.ggml.convert import from_rows, to_rows
+from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.rotation import rotate_rows
 from kvcellar.backends.hadamard import transform
 from kvcellar.errors import ClosedError, NotSupported, OptionError
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
+
+
+def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
+    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
+    n, width = rows.shape
+    if width == 0:  # ggml divides by it
+        return np.empty((n, 0), np.uint8)
+    source = np.ascontiguousarray(rows, dtype=np.float32)
+    out = np.empty((n, kind.row_bytes(width)), dtype=np.uint8)
+    load().api.ggml_quantize_chunk(
+        kind.ggml_id, source.ctypes.data, out.ctypes.data, 0, n, width, None
+    )
+    return out
+
+
+def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
+    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
+    n, n_bytes = rows.shape
+    if n_bytes == 0:
+        return np.empty((n, 0), np.float32)
+    width = n_bytes // kind.block_bytes * kind.block_size
+    source = np.ascontiguousarray(rows)
+    if kind is KVType.F32:
+        return np.array(source.view(np.float32))
+    out = np.empty((n, width), dtype=np.float32)
+    traits = load().api.ggml_get_type_traits(kind.ggml_id).contents
+    traits.to_float(source.ctypes.data, out.ctypes.data, n * width)
+    return out
 
 
 class GgmlStore:

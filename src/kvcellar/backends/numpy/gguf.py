@@ -2,21 +2,86 @@
 
 Values are what :mod:`kvcellar.backends.ggml.gguf` gives, so models and tokenizers cannot tell.
 The library looks at every string on its own: a vocabulary of 50,000 takes seconds.
+
+Finding the library ``gguf``, which reads GGUF files and knows the quantised types.
+
+It is imported when first needed, since only this backend wants it.
+
+The tensors of a GGUF file as f32 arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 
 from kvcellar.backends.base import TensorBytes
-from kvcellar.backends.numpy.library import quants, reader
-from kvcellar.errors import ModelFileError, UnsupportedModel
-from kvcellar.types import AnyArray, Float32Array
+from kvcellar.errors import LibraryError, ModelFileError, UnsupportedModel
+from kvcellar.types import AnyArray, ByteArray, Float32Array, KVType
+
+
+class Quants:
+    """Blocks of quantised values, made and read by ``gguf.quants``."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+
+    def quantize(self, rows: Float32Array, kind: KVType) -> ByteArray:
+        """Rows of f32 as rows of blocks."""
+        blocks: ByteArray = self._library.quantize(rows, self._type(kind.ggml_id))
+        return blocks
+
+    def dequantize(self, rows: ByteArray, kind: KVType) -> Float32Array:
+        """Rows of blocks as rows of f32."""
+        return self.values(rows, self._type(kind.ggml_id))
+
+    def values(self, data: AnyArray, ggml_type: Any) -> Float32Array:
+        """The numbers of a tensor as the library's reader gives it, ``[..., row]``.
+
+        Raises:
+            NotImplementedError: the library cannot read that type.
+        """
+        with np.errstate(all="ignore"):
+            numbers: Float32Array = self._library.dequantize(data, ggml_type)
+        return numbers
+
+    def _type(self, ggml_id: int) -> Any:
+        return self._library.GGMLQuantizationType(ggml_id)
+
+
+@lru_cache(maxsize=1)
+def quants() -> Quants:
+    """The library's conversions.
+
+    Raises:
+        LibraryError: it is not installed.
+    """
+    return Quants(_require("gguf.quants"))
+
+
+def reader() -> Any:
+    """The library's class that reads files.
+
+    Raises:
+        LibraryError: it is not installed.
+    """
+    return _require("gguf.gguf_reader").GGUFReader
+
+
+def _require(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise LibraryError(
+            "the NumPy backend needs the package gguf: pip install 'kvcellar[numpy]'"
+        ) from error
+
 
 _OF_THE_LIBRARY = "GGUF."  # keys that it adds, for example GGUF.version
 _DAMAGE = (
@@ -141,3 +206,51 @@ def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
+
+
+class NumpyWeights:
+    """Model tensors by name. Implements ``Weights[Float32Array]``.
+
+    Quantised ones are widened when first asked for, and kept so: four bytes a weight.
+    """
+
+    def __init__(self, file: GgufTensors) -> None:
+        self._file = file
+        self._arrays: dict[str, Float32Array] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the file has that tensor."""
+        return self._file.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that the file must have."""
+        return self._file.shape(name)
+
+    def matrix(self, name: str, *shape: int) -> Float32Array:
+        """A weight of any type that the library can read; see ``Weights.matrix``."""
+        self._check(name, shape)
+        if name not in self._arrays:
+            self._arrays[name] = self._file.numbers(name)
+        return self._arrays[name].reshape(shape)
+
+    def vector(self, name: str, *shape: int) -> Float32Array:
+        """A norm, bias or the like, of f32 values; see ``Weights.vector``."""
+        self._check(name, shape)
+        kind = self._file.type_name(name)
+        if kind != "f32":
+            raise UnsupportedModel(f"tensor {name} has type {kind}, expected f32")
+        return self.matrix(name, *shape)
+
+    def values(self, name: str, n: int) -> tuple[float, ...]:
+        """The numbers of a small f32 tensor; see ``Weights.values``."""
+        return tuple(float(x) for x in self.vector(name, n))
+
+    def close(self) -> None:
+        """Let go of the arrays and the file; closing twice is fine."""
+        self._arrays.clear()
+        self._file.close()
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._file.shape(name)
+        if (1,) * (len(shape) - len(stored)) + stored != shape or 0 in shape:
+            raise ModelFileError(f"tensor {name} has shape {stored}, expected {shape}")

@@ -8,15 +8,12 @@ from pathlib import Path
 from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.checks import check_threads
 from kvcellar.backends.hadamard import transform
-from kvcellar.backends.numpy.convert import check_made, from_rows, to_rows
-from kvcellar.backends.numpy.gguf import GgufTensors
+from kvcellar.backends.numpy.gguf import GgufTensors, NumpyWeights
 from kvcellar.backends.numpy.ops import NumpyExecutor
 from kvcellar.backends.numpy.states import NumpyStateStore
-from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.backends.numpy.weights import NumpyWeights
+from kvcellar.backends.numpy.store import NumpyStore, check_made, from_rows, to_rows
 from kvcellar.backends.operations import Forward
-from kvcellar.memory import MemorySpec
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, RowFormat
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, MemorySpec, RowFormat
 
 
 class NumpyModelFile:

@@ -11,9 +11,8 @@ import numpy as np
 
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, ClosedError
-from kvcellar.memory import StateSpec
 from kvcellar.plan import StatePlan
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 _BUFFER = "the state buffer"
 

@@ -11,28 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcellar.cache.content import CacheContent, CellContent, StateContent
-from kvcellar.cache.window_porting import trimmed
+from kvcellar.cache.content import CellData, SequenceData, StateData, trimmed
 from kvcellar.errors import NotSupported, OptionError
-from kvcellar.memory import MemorySpec
-from kvcellar.snapshot.llama.checks import lies_otherwise, transforms_alike
 from kvcellar.snapshot.llama.layout import (
     VERSION,
-    Generation,
-    Kind,
-    PartShape,
-    file_shape,
-    latent_first,
-)
-from kvcellar.snapshot.llama.value import (
     Block,
     FileCells,
     FileStates,
+    Generation,
+    Kind,
     LlamaFile,
     Outputs,
+    PartShape,
     Stream,
+    file_shape,
+    latent_first,
 )
-from kvcellar.types import Int32Array, Int64Array, KVType
+from kvcellar.snapshot.llama.to_content import lies_otherwise, transforms_alike
+from kvcellar.types import Int32Array, Int64Array, KVType, MemorySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class Target:
 
 
 def from_content(
-    content: CacheContent, spec: MemorySpec, arch: str, tokens: Sequence[int], target: Target
+    content: SequenceData, spec: MemorySpec, arch: str, tokens: Sequence[int], target: Target
 ) -> LlamaFile:
     """A file of what sequences hold.
 
@@ -87,7 +83,7 @@ def from_content(
     )
 
 
-def _check(content: CacheContent, spec: MemorySpec, target: Target) -> None:
+def _check(content: SequenceData, spec: MemorySpec, target: Target) -> None:
     if len(target.seq_ids) != content.n_seqs:
         raise OptionError(f"{len(target.seq_ids)} sequence ids for {content.n_seqs} sequences")
     if target.kind == "sequence" and content.n_seqs != 1:
@@ -106,7 +102,7 @@ def _check(content: CacheContent, spec: MemorySpec, target: Target) -> None:
             )
 
 
-def _part(content: CacheContent, spec: MemorySpec, shape: PartShape, target: Target) -> Stream:
+def _part(content: SequenceData, spec: MemorySpec, shape: PartShape, target: Target) -> Stream:
     """The cells of some groups with K and V of their layers; of none: the text without them."""
     numbers = tuple(dict(shape.layers)) or (0,)
     groups = {number: content.groups[number] for number in numbers}
@@ -130,7 +126,7 @@ def _part(content: CacheContent, spec: MemorySpec, shape: PartShape, target: Tar
     return Stream(cells, target.v_trans, tuple(k), tuple(v) if shape.has_v else ())
 
 
-def _same_cells(first: CellContent, other: CellContent) -> bool:
+def _same_cells(first: CellData, other: CellData) -> bool:
     return np.array_equal(first.positions, other.positions) and np.array_equal(
         first.owners[:, np.lexsort(first.owners)], other.owners[:, np.lexsort(other.owners)]
     )
@@ -149,7 +145,7 @@ def _unowned(positions: Int32Array) -> FileCells:
     return FileCells(positions, np.zeros(len(positions), np.int64), np.empty(0, np.int32))
 
 
-def _states(content: StateContent, spec: MemorySpec, target: Target) -> FileStates:
+def _states(content: StateData, spec: MemorySpec, target: Target) -> FileStates:
     """The last state of each sequence; older ones have no place in a file."""
     numbered = [(seq, held) for seq, held in enumerate(content.held) if held is not None]
     used = list(dict.fromkeys(held.state for _, held in numbered))

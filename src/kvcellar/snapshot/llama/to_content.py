@@ -2,26 +2,298 @@
 
 A file has no checksum, and says little of the model it is of. What it says is compared; that K, V
 and states are finite is looked at, because one NaN would reach the logits of everybody in a cache.
+
+Whether K and V of a file are of the types that a cache has, and finite.
+
+What sequences and tokens of a file are called here.
+
+The cells of a part of a file, those of all its streams together, in the order of positions.
+
+What layers with a window hold of a text that other layers hold as a whole.
+
+llama.cpp writes of such a layer what its cache happens to hold: of a sequence the last window, of a
+whole context older cells as well, where nothing has taken their place yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from kvcellar.cache.content import CacheContent, CellContent, HeldContent, StateContent
+from kvcellar.cache.content import (
+    NO_TOKENS,
+    CellData,
+    RowBytes,
+    SequenceData,
+    SequenceStateData,
+    StateData,
+    trimmed,
+)
 from kvcellar.errors import NotSupported, SnapshotFileError, SnapshotMismatch
-from kvcellar.memory import MemorySpec, StateSpec
-from kvcellar.snapshot.llama.checks import check_finite, check_part
-from kvcellar.snapshot.llama.layout import PartShape, file_shape
-from kvcellar.snapshot.llama.merging import Merged
-from kvcellar.snapshot.llama.naming import Naming, Tokens
-from kvcellar.snapshot.llama.value import FileStates, LlamaFile
-from kvcellar.snapshot.llama.windows import in_window
-from kvcellar.types import CacheSpec, Float32Array, Int32Array, KVType
+from kvcellar.snapshot.llama.layout import (
+    VERSION,
+    Block,
+    FileCells,
+    FileStates,
+    LlamaFile,
+    PartShape,
+    Stream,
+    file_shape,
+    latent_last,
+)
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    KVType,
+    MemorySpec,
+    StateSpec,
+)
+
+_EXPONENT = {
+    KVType.F32: ("<u4", 0x7F800000),
+    KVType.F16: ("<u2", 0x7C00),
+    KVType.BF16: ("<u2", 0x7F80),
+}
+_SCALE_BYTES = {KVType.Q4_1: 4, KVType.Q5_1: 4}
+"""Where a block begins with a scale and a minimum; the others have a scale of 2 bytes."""
+
+
+def check_part(
+    streams: Iterable[Stream], shape: PartShape, spec: MemorySpec, file: LlamaFile
+) -> None:
+    """See that every block of a part is what the cache has in that place.
+
+    Raises:
+        SnapshotMismatch: of another type or size, or quantised in another way.
+        SnapshotFileError: not finite.
+    """
+    alike = transforms_alike(spec, file.version)
+    for stream in streams:
+        for name, blocks in (("K", stream.k), ("V", stream.v)):
+            for block, (group, layer) in zip(blocks, shape.layers, strict=False):
+                _check_block(name, block, spec.groups[group], layer, alike)
+
+
+def check_finite(what: str, kind: KVType, rows: ByteArray) -> None:
+    """See that no value, or scale of values, is NaN or infinite.
+
+    Raises:
+        SnapshotFileError: one is.
+    """
+    if kind.is_quantized:
+        size = _SCALE_BYTES.get(kind, 2)
+        rows = rows.reshape(-1, kind.block_bytes)[:, :size]
+        kind = KVType.F16
+    dtype, exponent = _EXPONENT[kind]
+    bits = np.ascontiguousarray(rows).view(dtype) & exponent
+    if bool((bits == exponent).any()):
+        raise SnapshotFileError(f"llama.cpp's file: {what} are not finite: it is damaged")
+
+
+def transforms_alike(spec: MemorySpec, version: int) -> bool:
+    """Whether llama.cpp stores quantised rows under the transform under which we do.
+
+    It does since 2026, but neither in latent attention nor beside both windows and states. A file
+    whose version it had before that month does not say.
+    """
+    layers = [layer for group in spec.groups for layer in group.layers]
+    has_windows = any(layer.window for layer in layers)
+    is_latent = any(layer.v_offset is not None for layer in layers)
+    is_new = version in (*VERSION["2026-10"].values(), 0)
+    return is_new and not is_latent and not (has_windows and spec.states is not None)
+
+
+def lies_otherwise(spec: CacheSpec, layer: int) -> tuple[bool, bool]:
+    """Whether K, and V, of a layer would lie otherwise where not all is transformed alike."""
+    is_latent = spec.layers[layer].v_offset is not None and spec.type_k.is_quantized
+    return spec.hadamard_k(layer) > 0 or is_latent, spec.hadamard_v(layer) > 0
+
+
+def _check_block(name: str, block: Block, spec: CacheSpec, layer: int, alike: bool) -> None:
+    is_k, shape = name == "K", spec.layers[layer]
+    kind = spec.type_k if is_k else spec.type_v
+    width = shape.n_embd_k if is_k else shape.n_embd_v
+    if block.kind is not kind:
+        hint = f"open the context with type_{name.lower()}={block.kind.label!r}"
+        raise SnapshotMismatch(f"{name} of type", block.kind.label, kind.label, hint)
+    if block.rows.shape[1] != (row_bytes := kind.row_bytes(width)):
+        raise SnapshotMismatch(f"bytes a row of {name}", block.rows.shape[1], row_bytes)
+    if not alike and lies_otherwise(spec, layer)[0 if is_k else 1]:
+        hint = "compute the text anew, or let llama.cpp save f16"
+        raise SnapshotMismatch(f"{kind.label} {name}", "as it is", "under a transform", hint)
+    check_finite(f"{name} rows", kind, block.rows)
+
+
+class Naming:
+    """The sequences of a file, numbered 0, 1, … in the order of their ids.
+
+    Raises:
+        SnapshotMismatch: there are more than a cache may have.
+        SnapshotFileError: a cell of a session belongs to nobody, or to a negative id.
+    """
+
+    def __init__(self, file: LlamaFile, n_seq_max: int) -> None:
+        self._is_session = file.kind == "session"
+        self.ids: tuple[int, ...] = (0,)
+        if not self._is_session:
+            return
+        every = [stream.cells for part in file.parts for stream in part]
+        if file.states is not None:
+            every.append(file.states.cells)
+        known = np.unique(np.concatenate([cells.ids for cells in every]))
+        if any(bool((cells.counts == 0).any()) for cells in every):
+            raise SnapshotFileError("llama.cpp's file: a cell belongs to no sequence")
+        if len(known) and known[0] < 0:
+            raise SnapshotFileError(f"llama.cpp's file: a cell of sequence {known[0]}")
+        if len(known) > n_seq_max:
+            hint = "use a larger n_seq_max"
+            raise SnapshotMismatch("sequences", len(known), f"at most {n_seq_max}", hint)
+        self.ids = tuple(known.tolist())
+
+    def owners(self, cells: FileCells) -> Int64Array:
+        """Pairs of a cell and the number of a sequence; a file of one sequence has but one."""
+        if not self._is_session:
+            every = np.arange(len(cells), dtype=np.int64)
+            return np.stack((every, np.zeros_like(every)))
+        which, ids = cells.owners
+        return np.stack((which, np.searchsorted(self.ids, ids)))
+
+
+class Tokens:
+    """The token ids of cells.
+
+    A cell of a file has none. Those in the head are taken for sequence 0's if they are as many as
+    its tokens, and these stand at 0, 1, …. All others are -1.
+
+    Args:
+        listed: those in the head.
+        positions: where the tokens of sequence 0 stand.
+        n_vocab: ids must be below it.
+
+    Raises:
+        SnapshotMismatch: one is not in the vocabulary.
+    """
+
+    def __init__(self, listed: Int32Array, positions: Int32Array, n_vocab: int) -> None:
+        fits = np.array_equal(positions, np.arange(len(listed)))
+        self._known = listed if fits else listed[:0]
+        bad = self._known[(self._known < -1) | (self._known >= n_vocab)]
+        if len(bad):
+            raise SnapshotMismatch("token", int(bad[0]), f"one of {n_vocab}")
+
+    def at(self, seq: int, positions: Int32Array) -> Int32Array:
+        """The ids of a sequence's tokens at positions."""
+        found = np.full(len(positions), -1, np.int32)
+        known = positions < (len(self._known) if seq == 0 else 0)
+        found[known] = self._known[positions[known]]
+        return found
+
+    def of_cells(self, positions: Int32Array, owners: Int64Array) -> Int32Array:
+        """The ids of cells."""
+        found = np.full(len(positions), -1, np.int32)
+        mine = owners[0][owners[1] == 0]
+        found[mine] = self.at(0, positions[mine])
+        return found
+
+
+class Merged:
+    """A part's cells, their owners numbered.
+
+    Attributes:
+        positions: where they stand, ascending.
+        owners: pairs of a cell and the number of a sequence.
+    """
+
+    def __init__(self, streams: Sequence[Stream], naming: Naming) -> None:
+        self._streams = streams
+        owners = [naming.owners(stream.cells) for stream in streams]
+        n_before = np.cumsum([0, *(len(stream.cells) for stream in streams)])
+        cells = np.concatenate([own[0] + n for own, n in zip(owners, n_before, strict=False)])
+        at = np.concatenate([stream.cells.positions for stream in streams])
+        self._order = np.argsort(at, kind="stable")
+        rank = np.empty_like(self._order)
+        rank[self._order] = np.arange(len(rank))
+        self.positions: Int32Array = at[self._order]
+        self.owners = np.stack((rank[cells], np.concatenate([own[1] for own in owners])))
+
+    def of(self, seq: int) -> Int32Array:
+        """Where the cells of a sequence stand, ascending."""
+        at: Int32Array = np.sort(self.positions[self.owners[0][self.owners[1] == seq]])
+        return at
+
+    def content(
+        self, layers: Sequence[int], spec: CacheSpec, tokens: Int32Array, n_seqs: int
+    ) -> CellData:
+        """These with K and V of a group, given which of the part's layers are the group's."""
+        rows: tuple[list[ByteArray], list[ByteArray]] = ([], [])
+        for i, layer in zip(layers, spec.layers, strict=True):
+            k = [stream.k[i] for stream in self._streams if stream.k]
+            v = [stream.v[i] for stream in self._streams if stream.v]
+            all_k = self._rows(k, spec.type_k.row_bytes(layer.n_embd_k))
+            rows[0].append(latent_last(all_k, spec.type_k, layer))
+            rows[1].append(self._rows(v, spec.type_v.row_bytes(layer.n_embd_v)))
+        evicted = (NO_TOKENS,) * n_seqs
+        return CellData(
+            self.positions, tokens, self.owners, RowBytes(tuple(rows[0]), tuple(rows[1])), evicted
+        )
+
+    def _rows(self, blocks: Sequence[Block], row_bytes: int) -> ByteArray:
+        if not blocks:  # there are no cells, or no bytes in rows
+            return np.empty((len(self.positions), row_bytes), np.uint8)
+        rows: ByteArray = np.concatenate([block.rows for block in blocks])[self._order]
+        return rows
+
+
+def in_window(
+    group: CellData,
+    texts: tuple[Int32Array, ...],
+    tokens: Tokens,
+    spec: CacheSpec,
+    n_ctx: int,
+    *,
+    can_slide: bool,
+) -> CellData:
+    """The cells of a window, and of each sequence what has left it.
+
+    Args:
+        group: what the layers hold.
+        texts: where the tokens of each sequence stand.
+        tokens: their ids.
+        spec: the shape of the layers' cache.
+        n_ctx: how many cells a cache has that keeps everything.
+        can_slide: whether there are options with which the cache would not.
+
+    Raises:
+        SnapshotMismatch: the cache keeps more than the file has.
+        SnapshotFileError: a part of the window is missing.
+    """
+    held = [group.positions[group.cells_of(seq)] for seq in range(len(texts))]
+    if all(np.array_equal(mine, text) for mine, text in zip(held, texts, strict=True)):
+        return group
+    if spec.size == n_ctx:
+        remedy = (
+            "let them slide: swa_full=False, a larger n_ctx or a smaller n_seq_max"
+            if can_slide
+            else "of this model we keep all: compute the text again, and save it with Sequence.save"
+        )
+        hint = f"of layers with a window the file has the last tokens only; {remedy}"
+        raise SnapshotMismatch("window", "slid", "kept in full", hint)
+    group = trimmed(group, spec.window)
+    evicted = []
+    for seq, text in enumerate(texts):
+        mine = group.positions[group.cells_of(seq)]
+        gone = text[: len(text) - len(mine)]
+        if not np.array_equal(text[len(gone) :], mine):
+            raise SnapshotFileError(f"llama.cpp's file: sequence {seq} lacks a part of its window")
+        evicted.append(np.stack((gone, tokens.at(seq, gone))))
+    return replace(group, evicted=tuple(evicted))
+
 
 Texts: TypeAlias = "tuple[Int32Array, ...]"
 """Of each sequence where its tokens stand, ascending."""
@@ -31,7 +303,7 @@ Texts: TypeAlias = "tuple[Int32Array, ...]"
 class Restored:
     """What a file holds for a cache; ``seq_ids`` are what its sequences were called."""
 
-    content: CacheContent
+    content: SequenceData
     seq_ids: tuple[int, ...]
 
 
@@ -53,17 +325,17 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
     merged = [Merged(streams, naming) for streams in file.parts]
     texts = tuple(_text(merged, file, naming, seq) for seq in range(len(naming.ids)))
     tokens = Tokens(file.tokens, texts[0] if texts else np.empty(0, np.int32), n_vocab)
-    groups: dict[int, CellContent] = {}
+    groups: dict[int, CellData] = {}
     for part, cells in zip(shape.parts, merged, strict=True):
         groups.update(_groups(part, cells, spec, texts, tokens))
     in_order = tuple(groups[number] for number in range(len(spec.groups)))
     states = None if file.states is None else _states(file.states, naming, texts, tokens)
-    return Restored(CacheContent(len(texts), in_order, states), naming.ids)
+    return Restored(SequenceData(len(texts), in_order, states), naming.ids)
 
 
 def _groups(
     part: PartShape, cells: Merged, spec: MemorySpec, texts: Texts, tokens: Tokens
-) -> Iterator[tuple[int, CellContent]]:
+) -> Iterator[tuple[int, CellData]]:
     """The groups whose layers are in a part of a file."""
     ids = tokens.of_cells(cells.positions, cells.owners)
     n_ctx = spec.groups[0].size
@@ -101,8 +373,8 @@ def _text(merged: list[Merged], file: LlamaFile, naming: Naming, seq: int) -> In
     return listed if seq == 0 and np.array_equal(at, listed[-1:]) else at
 
 
-def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateContent:
-    held: list[HeldContent | None] = []
+def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) -> StateData:
+    held: list[SequenceStateData | None] = []
     for seq, text in enumerate(texts):
         cell = _cell_of(states, naming, seq)
         if cell < 0:
@@ -111,8 +383,8 @@ def _states(states: FileStates, naming: Naming, texts: Texts, tokens: Tokens) ->
         last = int(states.cells.positions[cell])
         if not len(text) or int(text[-1]) != last:
             raise SnapshotFileError(f"llama.cpp's file: the state of sequence {seq} is at {last}")
-        held.append(HeldContent(text, tokens.at(seq, text), cell))
-    return StateContent(_values(states), tuple(held))
+        held.append(SequenceStateData(text, tokens.at(seq, text), cell))
+    return StateData(_values(states), tuple(held))
 
 
 def _cell_of(states: FileStates, naming: Naming, seq: int) -> int:

@@ -7,8 +7,15 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvcellar.snapshot.llama.layout import F32_ID, MAGIC
-from kvcellar.snapshot.llama.value import Block, FileCells, FileStates, LlamaFile, Stream
+from kvcellar.snapshot.llama.layout import (
+    F32_ID,
+    MAGIC,
+    Block,
+    FileCells,
+    FileStates,
+    LlamaFile,
+    Stream,
+)
 
 
 def file_pieces(file: LlamaFile, n_layer: int) -> Iterator[bytes]:

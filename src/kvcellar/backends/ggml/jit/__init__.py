@@ -1,0 +1,1 @@
+"""Our own kernels, compiled by llvmlite when first used: attention and quantised products."""

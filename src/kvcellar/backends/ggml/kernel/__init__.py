@@ -1,1 +1,0 @@
-"""Attention over lists of cells, compiled for this processor by llvmlite."""

@@ -1,1 +1,0 @@
-"""Products of quantised weights and activations, compiled by llvmlite at first use."""

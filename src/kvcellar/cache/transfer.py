@@ -1,0 +1,136 @@
+"""Taking sequences out of a cache as values, and putting them into any cache of that shape.
+
+llama.cpp's ``state_seq_get_data`` and ``state_seq_set_data``, for every kind of cache, for several
+sequences at once and for parts of them. What is pending is applied first. A failed call changes
+nothing (invariant 5): putting in happens within a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcellar.cache.base import Cache
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.content_checks import check_content
+from kvcellar.cache.eviction import within
+from kvcellar.cellsets import clamp_range
+from kvcellar.errors import NotSupported, OptionError, PositionError
+from kvcellar.types import MAX_POSITION, Int32Array
+
+
+def state_get(
+    cache: Cache, seq_ids: Sequence[int], p0: int = -1, p1: int = -1, *, checkpoints: bool = True
+) -> SequenceData:
+    """What sequences hold in a range of positions.
+
+    Args:
+        cache: where from.
+        seq_ids: which; they are numbered 0, 1, … in what is returned.
+        p0: where it begins. If that is above 0 it is a piece, which only caches without states
+            and windows can take in by itself.
+        p1: where it ends. States and windows cannot be cut, but where they can go back there, what
+            they knew there is taken.
+        checkpoints: whether older states and windows are taken along, from a whole content.
+
+    Raises:
+        NotSupported: nothing is kept of a state or a window at p1.
+        SequenceIdError: no such sequence.
+        OptionError: one is named twice.
+    """
+    _check_distinct(seq_ids)
+    lo, hi = clamp_range(p0, p1)
+    for seq in seq_ids:
+        cache.seq_pos_max(seq)  # refuses an unknown id before anything happens
+    cache.update()
+    if _needs_no_cut(cache, seq_ids, hi):
+        return cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
+    with cache.transaction() as attempt:
+        for seq in seq_ids:
+            end, known = min(hi, cache.seq_pos_max(seq) + 1), _positions(cache, seq)
+            reached = cache.rewind(seq, end)
+            if within(known, reached, end).any():
+                raise NotSupported(
+                    f"sequence {seq} cannot be taken up to {end}: no state or window is kept "
+                    f"there, the last one before it ends at {reached}"
+                )
+        content = cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
+        attempt.rollback()
+    return content
+
+
+def state_set(
+    cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
+) -> None:
+    """Let sequences hold what was taken out, behind what they hold already.
+
+    Cells are found wherever they are free. Where there are states or windows, a sequence has to be
+    empty. Of checkpoints as many are taken over as the budget allows, the latest first; those of
+    windows only if positions stay. Sequences that are empty in the content are left alone.
+
+    Args:
+        cache: where to; of the same shape but for its size and the number of its sequences.
+        content: what :func:`state_get` returned, or a file held: it is checked.
+        seq_ids: which sequences get it, one for each that there is in it.
+        shift: how far all positions move. K is rotated when the cache is updated.
+
+    Raises:
+        SnapshotMismatch: it comes from a cache of another shape, or of windows that have slid and
+            this one keeps everything; the error says what differs.
+        SnapshotFileError: it contradicts itself.
+        CacheFull: there is no room.
+        PositionError: a sequence holds something at or behind where it would begin, or a position
+            leaves the range.
+        ShiftUnsupported: K rows cannot be rotated.
+        NotSupported: it is a piece and the cache has states or windows, or those are to be added
+            to a sequence that is not empty.
+    """
+    _check_distinct(seq_ids)
+    check_content(content, cache.store_specs)
+    if len(seq_ids) != content.n_seqs:
+        raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
+    _check_targets(cache, content, seq_ids, shift)
+    with cache.transaction():
+        cache.import_(content, seq_ids, shift)
+
+
+def _needs_no_cut(cache: Cache, seq_ids: Sequence[int], hi: int) -> bool:
+    return cache.keeps_every_token or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
+
+
+def _positions(cache: Cache, seq: int) -> Int32Array:
+    """Where all tokens of a sequence stand, those that slid out included."""
+    return np.concatenate((cache.seq_evicted_positions(seq), cache.seq_positions(seq)))
+
+
+def _check_distinct(seq_ids: Sequence[int]) -> None:
+    if len(set(seq_ids)) != len(seq_ids):
+        raise OptionError(f"sequence ids {list(seq_ids)}: each only once")
+
+
+def _check_targets(cache: Cache, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+    plain = cache.keeps_every_token
+    if content.start > 0 and not plain:
+        raise NotSupported(
+            f"this piece begins at position {content.start}: a state or a window cannot be put in "
+            "without what comes before"
+        )
+    for number, seq in enumerate(seq_ids):
+        first, last = content.span(number)
+        end = cache.seq_pos_max(seq) + 1
+        if first < 0:
+            continue
+        if not plain and end > 0:
+            raise NotSupported(
+                f"sequence {seq} is not empty: a state or a window cannot be added to it"
+            )
+        if first + shift < 0:
+            raise PositionError(f"position {first} cannot move by {shift}: it would be below 0")
+        if first + shift < end:
+            raise PositionError(
+                f"sequence {seq} reaches to position {end - 1}, and this would begin at "
+                f"{first + shift}: load it behind that, or into another sequence"
+            )
+        if last + shift >= MAX_POSITION:
+            raise PositionError(f"position {last + shift} would pass the largest one")

@@ -1,0 +1,241 @@
+"""Sets of cells.
+
+A set is a slice where its cells are neighbours, which makes everything done with it cheap, and an
+array of distinct cell numbers where they are not. Ranges of positions are half open.
+
+What a table remembers of a sequence, so that verbs need not look at the cells of others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcellar.errors import OptionError, SequenceIdError
+from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array, OwnerBits
+
+_MAX_RECENT = 64
+_BITS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)
+
+
+@dataclass(slots=True)
+class Span:
+    """What is known of a sequence without a scan.
+
+    Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
+    neighbours, those of ``near`` (ascending) and of ``recent``. While ``exact``, every candidate
+    is its own. ``count``, ``pos_min`` and ``pos_max`` hold while ``fresh``; then the candidates
+    are exact too, and the bounds as tight as can be.
+
+    Arrays and tuples are never changed in place, so a shallow copy is a copy.
+    """
+
+    lo: int = 0
+    hi: int = 0
+    fresh: bool = True
+    count: int = 0
+    pos_min: int = -1
+    pos_max: int = -1
+    near: Int64Array | None = field(default=None, compare=False)
+    recent: tuple[Cells, ...] = field(default=(), compare=False)
+    exact: bool = field(default=True, compare=False)
+
+    @classmethod
+    def measure(cls, cells: Cells, positions: Int32Array) -> Span:
+        """The span of a sequence that owns exactly these cells, ascending."""
+        n = cell_count(cells)
+        if n == 0:
+            return cls()
+        at = positions[cells]
+        near = None if isinstance(cells, slice) else cells
+        return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()), near)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the sequence is known to own every cell within its bounds."""
+        return self.exact and self.near is None
+
+    def candidates(self) -> Cells:
+        """Cells among which all of the sequence's are, ascending."""
+        if self.near is None:
+            return slice(self.lo, self.hi)
+        if self.recent:
+            new = ascending(np.concatenate([cell_numbers(cells) for cells in self.recent]))
+            start = int(np.searchsorted(self.near, new[0]))
+            if start < len(self.near):
+                new = np.union1d(self.near[start:], new)
+            self.near, self.recent = np.concatenate((self.near[:start], new)), ()
+        return self.near
+
+    def know(self, cells: Cells) -> None:
+        """These, ascending, are the sequence's cells."""
+        self.exact, self.recent = True, ()
+        if isinstance(cells, slice):
+            self.near, self.lo, self.hi = None, cells.start, cells.stop
+        else:
+            self.near = cells
+
+    def add(self, cells: Cells, positions: Int32Array) -> None:
+        """Take in cells that the sequence did not own before, at least one."""
+        at = positions[cells]
+        lowest, highest = int(at.min()), int(at.max())
+        self.count += cell_count(cells)
+        self.pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
+        self.pos_max = max(self.pos_max, highest)
+        self._include(cells)
+
+    def include(self, cells: Cells) -> None:
+        """Let these be candidates too; the rest is no longer known."""
+        self.doubt()
+        self._include(cells)
+
+    def doubt(self) -> None:
+        """Some candidates may not be the sequence's any more."""
+        self.fresh = self.exact = False
+
+    def _include(self, cells: Cells) -> None:
+        lo, hi = cell_bounds(cells)
+        if self.hi == 0:
+            self.lo, self.hi = lo, hi
+            self.near = None if isinstance(cells, slice) else ascending(cells)
+            return
+        if self.near is not None:
+            self.recent = (*self.recent, cells)
+            if len(self.recent) > _MAX_RECENT:
+                self.candidates()
+        elif self.exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
+            self.near, self.recent = cell_numbers(slice(self.lo, self.hi)), (cells,)
+        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
+
+
+Cells: TypeAlias = "slice[int, int, None] | Int64Array"
+
+NO_CELLS: Cells = slice(0, 0)
+
+
+def cell_count(cells: Cells) -> int:
+    """How many cells the set holds."""
+    return cells.stop - cells.start if isinstance(cells, slice) else len(cells)
+
+
+def cell_numbers(cells: Cells) -> Int64Array:
+    """The set as an array."""
+    if isinstance(cells, slice):
+        return np.arange(cells.start, cells.stop, dtype=np.int64)
+    return cells
+
+
+def cell_bounds(cells: Cells) -> tuple[int, int]:
+    """The smallest cell and the one behind the largest; the set may not be empty."""
+    if isinstance(cells, slice):
+        return cells.start, cells.stop
+    return int(cells.min()), int(cells.max()) + 1
+
+
+def ascending(numbers: Int64Array) -> Int64Array:
+    """Cell numbers in order, each once."""
+    return numbers if (numbers[1:] > numbers[:-1]).all() else np.unique(numbers)
+
+
+def first_gap(cells: Cells) -> int:
+    """The smallest cell number that an ascending set lacks."""
+    if isinstance(cells, slice):
+        return cells.stop if cells.start == 0 else 0
+    gaps = np.flatnonzero(cells != np.arange(len(cells)))
+    return int(gaps[0]) if len(gaps) else len(cells)
+
+
+def cells_from_mask(mask: BoolArray, offset: int) -> Cells:
+    """The set of cells ``offset + i`` where the mask is true, ascending."""
+    n = int(np.count_nonzero(mask))
+    if n == 0:
+        return NO_CELLS
+    first = int(mask.argmax())
+    if mask[first : first + n].all():
+        return slice(offset + first, offset + first + n)
+    return np.flatnonzero(mask) + offset
+
+
+def cells_where(cells: Cells, mask: BoolArray) -> Cells:
+    """The cells of a set where the mask, one value a cell, is true."""
+    if isinstance(cells, slice):
+        return cells_from_mask(mask, cells.start)
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    if mask[first : first + n].all():
+        return cells[first : first + n]  # much cheaper than picking them one by one
+    return cells[mask]
+
+
+def as_cells(numbers: Int64Array) -> Cells:
+    """Cell numbers as a slice if they rise by one each, else as they are."""
+    first, n = int(numbers[0]), len(numbers)
+    if n == 1 or (int(numbers[-1]) - first == n - 1 and bool((np.diff(numbers) == 1).all())):
+        return slice(first, first + n)
+    return numbers
+
+
+def clamp_range(p0: int, p1: int) -> tuple[int, int]:
+    """A range of positions with its open (negative) bounds filled in."""
+    try:
+        p0, p1 = operator.index(p0), operator.index(p1)
+    except TypeError:
+        raise OptionError(f"range [{p0!r}, {p1!r}): positions must be integers") from None
+    return max(p0, 0), MAX_POSITION if p1 < 0 else min(p1, MAX_POSITION)
+
+
+def group_rows(rows: Int64Array, seq_ids: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """For each sequence among (row, sequence) pairs: its id, and its rows in their order."""
+    if len(seq_ids) == 1 or (seq_ids == seq_ids[0]).all():
+        yield int(seq_ids[0]), rows
+        return
+    order = np.argsort(seq_ids, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(seq_ids[order])) + 1, len(order))
+    start = 0
+    for end in ends.tolist():
+        yield int(seq_ids[order[start]]), rows[order[start:end]]
+        start = end
+
+
+def checked_id(seq_id: int, n_seq_max: int) -> int:
+    """The id as an int; raises SequenceIdError unless it is in ``[0, n_seq_max)``."""
+    try:
+        number = operator.index(seq_id)
+    except TypeError:
+        number = -1
+    if not 0 <= number < n_seq_max:
+        raise SequenceIdError(
+            f"seq_id {seq_id!r} is outside [0, {n_seq_max}): "
+            "use an id in that range or a larger n_seq_max"
+        )
+    return number
+
+
+def owner_words(n_seq_max: int) -> int:
+    """How many 64-bit words hold the owner bits of ``n_seq_max`` sequences."""
+    return max(1, -(-n_seq_max // 64))
+
+
+def pack_owners(rows: Int64Array, seq_ids: Int64Array, n: int, n_words: int) -> OwnerBits:
+    """Owner bits ``[n_words, n]`` of n cells or tokens: ``rows[i]`` is owned by ``seq_ids[i]``."""
+    bits = np.zeros((n_words, n), np.uint64)
+    ones = np.left_shift(np.uint64(1), (seq_ids & 63).astype(np.uint64))
+    np.bitwise_or.at(bits, (seq_ids >> 6, rows), ones)
+    return bits
+
+
+def unpack_owners(bits: OwnerBits) -> tuple[Int64Array, Int64Array]:
+    """The pairs (row, sequence id) of owner bits, rows ascending, then ids ascending."""
+    octets = np.ascontiguousarray(bits.T, dtype="<u8").view(np.uint8)
+    rows, seq_ids = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
+    return rows, seq_ids
+
+
+def count_owners(bits: OwnerBits) -> int:
+    """How many owner bits are set in all."""
+    octets = np.ascontiguousarray(bits).view(np.uint8)
+    return int(_BITS_SET[octets].sum(dtype=np.int64))

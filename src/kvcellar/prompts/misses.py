@@ -1,0 +1,146 @@
+"""Why a block of a text is not in a store: looked for in the notes of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvcellar.stores.base import Entry, Note, Store
+
+Cause: TypeAlias = Literal[
+    "nothing stored",
+    "diverged",
+    "evicted",
+    "expired",
+    "other model",
+    "other types",
+    "window slid",
+    "no checkpoint",
+    "damaged",
+    "compressed",
+    "no whole block",
+]
+
+_MARKS: tuple[Cause, ...] = ("window slid", "no checkpoint")
+
+MAX_ENTRIES = 1000
+"""How many blocks that follow the same one, or end the same text, are compared at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why the text could not be reused further than it was, and from which token on."""
+
+    cause: Cause
+    token: int
+
+    def __str__(self) -> str:
+        where = f"token {self.token}"
+        return {
+            "nothing stored": f"nothing is stored from {where} on",
+            "diverged": f"what is stored is another text from {where} on",
+            "evicted": f"the block from {where} on was evicted to make room",
+            "expired": f"the block from {where} on expired",
+            "other model": "this text was stored by another model only",
+            "other types": "this text was stored with other K/V types or another shape of cache",
+            "window slid": f"the window at {where} had slid away when it was to be stored",
+            "no checkpoint": f"no state was kept at {where} when it was to be stored",
+            "no whole block": f"from {where} on there is no whole block with a token behind it",
+            "compressed": (
+                f"the block from {where} on is compressed: pip install 'kvcellar[zstd]' to read it"
+            ),
+            "damaged": f"the block from {where} on was damaged and was dropped",
+        }[self.cause]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """The first block that is not there.
+
+    Attributes:
+        key: its key.
+        parent: that of the block before it.
+        start: the token it begins with.
+        tokens: its tokens.
+        text: a key of the text up to its end that knows nothing of the model.
+        model: a short name of the model.
+    """
+
+    key: str
+    parent: str
+    start: int
+    tokens: Sequence[int]
+    text: str
+    model: str
+
+
+def note_of(block: BlockRef) -> Note:
+    """What is noted of a block when it is stored, so that its absence can be explained later."""
+    return {
+        "parent": block.parent,
+        "start": block.start,
+        "tokens": " ".join(map(str, block.tokens)),
+        "text": block.text,
+        "model": block.model,
+    }
+
+
+def mark(store: Store, block: BlockRef, cause: Cause) -> None:
+    """Remember why a block could not be stored."""
+    store.put(_mark_key(block.key), [cause.encode()], {"absent": cause, "start": block.start})
+
+
+def absent_of(note: Note) -> Cause | None:
+    """Why a block could not be stored, if the note is that of such a mark."""
+    return next((cause for cause in _MARKS if cause == note.get("absent")), None)
+
+
+def explain(store: Store, block: BlockRef) -> Miss:
+    """Why a block is not there.
+
+    What the store remembers counts first, then what was marked. Else others are looked at: those
+    that go on differently at the block, and the same text of other models or types.
+    """
+    kept = store.why_absent(block.key)
+    if kept != "never stored":
+        return Miss(kept, block.start)
+    if (cause := _marked(store, block)) is not None:
+        return Miss(cause, block.start)
+    siblings = [e for e in store.find("parent", block.parent, MAX_ENTRIES) if e.key != block.key]
+    n_common = max((_n_common(entry, block.tokens) for entry in siblings), default=-1)
+    other = _of_others(store, block)
+    # A text that has nothing in common here says less than the same one of another model.
+    if other is not None and n_common < 1:
+        return Miss(other, block.start)
+    if n_common >= 0:
+        return Miss("diverged", block.start + n_common)
+    return Miss("nothing stored", block.start)
+
+
+def _of_others(store: Store, block: BlockRef) -> Cause | None:
+    """What the same text was stored by, if it was; rather by the same model with other types."""
+    same = store.find("text", block.text, MAX_ENTRIES)
+    models = {entry.note.get("model") for entry in same if entry.key != block.key}
+    if block.model in models:
+        return "other types"
+    return "other model" if models else None
+
+
+def _mark_key(key: str) -> str:
+    return f"{key}.absent"
+
+
+def _marked(store: Store, block: BlockRef) -> Cause | None:
+    """Why a block could not be stored, if that was marked."""
+    value = store.get(_mark_key(block.key))
+    said = None if value is None else bytes(value)
+    return next((cause for cause in _MARKS if cause.encode() == said), None)
+
+
+def _n_common(entry: Entry, tokens: Sequence[int]) -> int:
+    stored = str(entry.note.get("tokens", "")).split()
+    n = 0
+    while n < min(len(stored), len(tokens)) and stored[n] == str(tokens[n]):
+        n += 1
+    return n

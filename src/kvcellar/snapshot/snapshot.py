@@ -1,0 +1,278 @@
+"""A snapshot as a value: what sequences hold, what they are, and of which model.
+
+What has to be equal for K, V and states of one context to mean the same in another.
+
+A nested mapping of plain values, so that it can be written down, compared field by field, and
+hashed the same way everywhere.
+
+Snapshots whose K and V are stored in other types than they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias, cast
+
+from kvcellar.cache.content import CellData, RowBytes, SequenceData
+from kvcellar.errors import SnapshotFileError, SnapshotMismatch
+from kvcellar.types import ByteArray, CacheSpec, Float32Array, KVType, MemorySpec, RowFormat
+
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+
+ROW_TYPES = ("type_k", "type_v", "hadamard_k", "hadamard_v")
+"""Fields of a group that say how rows are stored, and nothing about what they mean."""
+
+_HINTS: Mapping[str, str] = {
+    "weights": "it was computed by another model, or by another quantisation of it",
+    "architecture": "it was computed by another model",
+    "type_k": "load it with convert=True, or make the context with that type_k",
+    "type_v": "load it with convert=True, or make the context with that type_v",
+}
+
+
+def fingerprint(architecture: str, weights: str, spec: MemorySpec) -> dict[str, Plain]:
+    """The fingerprint of a context.
+
+    Args:
+        architecture: as the model file names it.
+        weights: a hash of all that the model computes with.
+        spec: what it keeps; sizes and numbers of sequences do not count.
+    """
+    states: list[Plain] = [] if spec.states is None else [asdict(s) for s in spec.states.layers]
+    groups: list[Plain] = [_group(group) for group in spec.groups]
+    return {
+        "architecture": architecture,
+        "weights": weights,
+        "groups": groups,
+        "states": states,
+    }
+
+
+def check_same(
+    stored: Mapping[str, Plain], wanted: Mapping[str, Plain], *, row_types: bool = True
+) -> None:
+    """See that two fingerprints are equal.
+
+    Args:
+        stored: that of a snapshot.
+        wanted: that of a context.
+        row_types: whether K and V have to be stored alike.
+
+    Raises:
+        SnapshotMismatch: they are not; names a field that differs, the most telling one.
+    """
+    found = [(_name(one[0]), *one) for one in _differences(dict(stored), dict(wanted), "")]
+    # The weights' hash has all settings of a model in it, so one of these says more.
+    found.sort(key=lambda one: 2 if one[0] in ROW_TYPES else int(one[0] == "weights"))
+    is_other = any(name == "weights" for name, *_ in found)
+    for name, path, a, b in found:
+        if row_types or name not in ROW_TYPES:
+            hint = _HINTS.get(name, _HINTS["weights"] if is_other else "")
+            raise SnapshotMismatch(path, _short(a), _short(b), hint)
+
+
+def digest(print_: Mapping[str, Plain]) -> str:
+    """A hash of a fingerprint, 64 hexadecimal digits, equal on every machine."""
+    text = json.dumps(print_, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def row_types(print_: Mapping[str, Plain]) -> list[tuple[KVType, KVType]]:
+    """The types of K and of V in each group.
+
+    Raises:
+        SnapshotFileError: the fingerprint does not say.
+    """
+    try:
+        groups = cast("list[dict[str, str]]", print_["groups"])
+        return [(KVType.parse(one["type_k"]), KVType.parse(one["type_v"])) for one in groups]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotFileError(f"the snapshot's fingerprint is damaged: {error}") from None
+
+
+def with_row_types(print_: Mapping[str, Plain], specs: list[CacheSpec]) -> dict[str, Plain]:
+    """The fingerprint with rows stored as caches of these shapes would."""
+    return {**print_, "groups": [_group(spec) for spec in specs]}
+
+
+def _group(spec: CacheSpec) -> dict[str, Plain]:
+    layers: list[Plain] = [json.loads(json.dumps(asdict(layer))) for layer in spec.layers]
+    numbers = range(len(spec.layers))
+    return {
+        "type_k": spec.type_k.label,
+        "type_v": spec.type_v.label,
+        "hadamard_k": [spec.hadamard_k(i) for i in numbers],
+        "hadamard_v": [spec.hadamard_v(i) for i in numbers],
+        "layers": layers,
+    }
+
+
+def _name(path: str) -> str:
+    """The last field of a path."""
+    return path.rpartition(".")[2].partition("[")[0]
+
+
+def _differences(a: Plain, b: Plain, path: str) -> Iterator[tuple[str, Plain, Plain]]:
+    """Where two values differ: paths like ``groups[0].layers[3].rope.freq_base``."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*b, *(key for key in a if key not in b)]:
+            at = f"{path}.{key}" if path else key
+            yield from _differences(a.get(key), b.get(key), at)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(one, other, f"{path}[{i}]")
+    elif a != b or type(a) is not type(b):
+        yield path, a, b
+
+
+def _short(value: Plain) -> Plain:
+    text = str(value)
+    if isinstance(value, list):
+        return f"{len(value)} entries"
+    return value if len(text) <= 24 else f"{text[:20]}…"
+
+
+Convert: TypeAlias = Callable[[ByteArray, RowFormat, RowFormat], ByteArray]
+"""Rows stored in a format, and the format that they are wanted in."""
+
+
+def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) -> Snapshot:
+    """The snapshot as caches of these shapes would store it; itself if they store it alike.
+
+    Raises:
+        SnapshotFileError: its rows are not what it says they are.
+        OptionError: there is no such conversion.
+    """
+    print_: Mapping[str, Any] = snapshot.fingerprint
+    stored = _formats(print_)
+    wanted = [
+        (tuple(spec.k_format(i) for i in layers), tuple(spec.v_format(i) for i in layers))
+        for spec in specs
+        for layers in [range(len(spec.layers))]
+    ]
+    if stored == wanted:
+        return snapshot
+    groups = tuple(
+        _converted(group, old, new, convert)
+        for group, old, new in zip(snapshot.content.groups, stored, wanted, strict=True)
+    )
+    return replace(
+        snapshot,
+        fingerprint=with_row_types(snapshot.fingerprint, list(specs)),
+        content=replace(snapshot.content, groups=groups),
+    )
+
+
+Formats = tuple[tuple[RowFormat, ...], tuple[RowFormat, ...]]
+
+
+def _formats(print_: Mapping[str, Any]) -> list[Formats]:
+    """How K and V of each layer of each group are stored."""
+    found = []
+    for group, (k, v) in zip(print_["groups"], row_types(print_), strict=True):
+        sizes = [group.get(name) for name in ("hadamard_k", "hadamard_v")]
+        n_layers = len(group["layers"])
+        for one in sizes:
+            if not isinstance(one, list) or len(one) != n_layers or not all(map(_is_size, one)):
+                raise SnapshotFileError("the snapshot contradicts itself: sizes of transforms")
+        of_k, of_v = ([RowFormat(t, n) for n in ns] for t, ns in zip((k, v), sizes, strict=True))
+        found.append((tuple(of_k), tuple(of_v)))
+    return found
+
+
+def _is_size(size: object) -> bool:
+    """Whether there is a transform of that size: a power of two, or 0 for none."""
+    return isinstance(size, int) and 0 <= size == size & -size
+
+
+def _converted(group: CellData, old: Formats, new: Formats, convert: Convert) -> CellData:
+    def change(rows: RowBytes) -> RowBytes:
+        k = _layers(rows.k, old[0], new[0], convert)
+        return RowBytes(k, _layers(rows.v, old[1], new[1], convert))
+
+    checkpoints = tuple(replace(one, rows=change(one.rows)) for one in group.checkpoints)
+    return replace(group, rows=change(group.rows), checkpoints=checkpoints)
+
+
+def _layers(
+    layers: Sequence[ByteArray],
+    old: Sequence[RowFormat],
+    new: Sequence[RowFormat],
+    convert: Convert,
+) -> tuple[ByteArray, ...]:
+    return tuple(_rows(*one, convert) for one in zip(layers, old, new, strict=True))
+
+
+def _rows(rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert) -> ByteArray:
+    if src == dst or rows.shape[1] == 0:
+        return rows
+    n_values, rest = divmod(rows.shape[1], src.kind.block_bytes)
+    if rest or (src.hadamard and n_values * src.kind.block_size % src.hadamard):
+        what = f"rows of {rows.shape[1]} bytes cannot be {src}"
+        raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
+    return convert(rows, src, dst)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedText:
+    """What is known of a sequence beside what the cache holds.
+
+    Attributes:
+        logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.
+        grouped: the first tokens in the order of the text, where positions were divided.
+        grouped_end: the position that they end before.
+        tainted: the first token whose K and V are not what a fresh decode of the text would give,
+            because something before it was removed or is elsewhere; None: there is none.
+        rounded: the digest of a fingerprint in whose types K and V once were, if that was not how
+            they are stored here; else "".
+    """
+
+    logits: Float32Array | None = None
+    self_extended: tuple[int, ...] = ()
+    self_extended_end: int = 0
+    inexact_from: int | None = None
+    stored_as: str = ""
+
+    def part(self, start: int, stop: int, size: int, end: int) -> SavedText:
+        """What is known of tokens ``[start, stop)`` by themselves.
+
+        Args:
+            start: the first of them.
+            stop: the first one behind them.
+            size: how many tokens there are in all.
+            end: the position behind their last one.
+        """
+        inexact_from = (
+            self.inexact_from
+            if self.inexact_from is not None and self.inexact_from < stop
+            else None
+        )
+        if start:
+            inexact_from = 0  # what stood before is missing
+        return SavedText(
+            self.logits if stop == size > start else None,
+            self.self_extended[start:stop],
+            min(self.self_extended_end, end),
+            None if start == stop else inexact_from,
+            self.stored_as,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What one or several sequences held.
+
+    Attributes:
+        fingerprint: of the context that they were in, and how rows are stored here.
+        content: what the cache held.
+        texts: what else is known of each of them.
+        note: whatever whoever saved it wanted to say, for people.
+    """
+
+    fingerprint: Mapping[str, Plain]
+    content: SequenceData
+    texts: tuple[SavedText, ...]
+    note: Mapping[str, str | int] = field(default_factory=dict)

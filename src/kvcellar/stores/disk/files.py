@@ -1,0 +1,249 @@
+"""Files of values: one each, which says itself what it holds, so that an index can be made anew.
+
+::
+
+    magic, version, length of the JSON, length of the value,
+    xxh3-128 of the value, xxh3-128 of all that stands before and of the JSON
+    JSON: key, time of creation, note
+    zeros up to a multiple of 64
+    the value
+
+A file is written once, under a name that is never used again (``KEY.GENERATION``), its header
+last. So whoever has opened one reads one whole value, whatever happens to its name; and a file
+whose writer died has no header.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvcellar.stores.base import MAX_NOTE, Entry, encode_note, is_key
+
+VALUES = "values"
+_MAGIC = b"KVCVALUE"
+_VERSION = 1
+_FIXED = struct.Struct("<8sIIQ16s")
+_DIGEST = 16
+_ALIGNMENT = 64
+_MAX_JSON = MAX_NOTE + 1024
+_GENERATION = re.compile("[0-9a-f]{16}")
+_BINARY = getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+
+
+class Damaged(Exception):
+    """A file does not hold what it should; never leaves the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Which put of which key a file is of."""
+
+    key: str
+    generation: str
+
+    @classmethod
+    def new(cls, key: str) -> Name:
+        """One that no other put has."""
+        return cls(key, os.urandom(8).hex())
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """The name of a file, None if it is none of ours."""
+        key, _, generation = text.rpartition(".")
+        name = cls(key, generation)
+        return name if name.is_sound else None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it names a file of values, and nothing else."""
+        return is_key(self.key) and _GENERATION.fullmatch(self.generation) is not None
+
+    def under(self, root: Path) -> Path:
+        """Where the file lies; a folder has one in 256, whatever keys begin with."""
+        folder = xxhash.xxh3_64_hexdigest(self.key.encode())[:2]
+        return root / VALUES / folder / f"{self.key}.{self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its value."""
+
+    entry: Entry
+    digest: bytes
+    start: int
+
+
+def write_value(path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool) -> None:
+    """Write a new file; with ``fsync`` it and its name are on disk before this returns.
+
+    Whatever goes wrong, there is no file afterwards.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    try:
+        try:
+            _write(descriptor, entry, pieces)
+            if fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if fsync:
+            sync_folder(path.parent)
+            sync_folder(path.parent.parent)
+    except BaseException:
+        remove(path)
+        raise
+
+
+def _write(descriptor: int, entry: Entry, pieces: Sequence[memoryview]) -> None:
+    about = {"key": entry.key, "created": entry.created, "note": dict(entry.note)}
+    text = json.dumps(about).encode()
+    start, digest = _start(len(text)), xxhash.xxh3_128()
+    os.lseek(descriptor, start, os.SEEK_SET)
+    for piece in pieces:
+        digest.update(piece)
+        _write_all(descriptor, piece)
+    os.ftruncate(descriptor, start + entry.n_bytes)
+    fixed = _FIXED.pack(_MAGIC, _VERSION, len(text), entry.n_bytes, digest.digest())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    _write_all(descriptor, memoryview(fixed + xxhash.xxh3_128_digest(fixed + text) + text))
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    while piece:
+        piece = piece[os.write(descriptor, piece) :]
+
+
+def _start(n_json: int) -> int:
+    return -(-(_FIXED.size + _DIGEST + n_json) // _ALIGNMENT) * _ALIGNMENT
+
+
+def read_header(descriptor: int) -> Header:
+    """What the file says of itself.
+
+    Raises:
+        Damaged: it says nothing, or is not as long as it says.
+    """
+    fixed, digest = os.read(descriptor, _FIXED.size), os.read(descriptor, _DIGEST)
+    if len(fixed + digest) < _FIXED.size + _DIGEST:
+        raise Damaged("no header")
+    magic, version, n_json, n_bytes, of_value = _FIXED.unpack(fixed)
+    if magic != _MAGIC or version != _VERSION or n_json > _MAX_JSON:
+        raise Damaged("no header")
+    text = os.read(descriptor, n_json)
+    if xxhash.xxh3_128_digest(fixed + text) != digest:
+        raise Damaged("header does not match its checksum")
+    start = _start(n_json)
+    if os.fstat(descriptor).st_size != start + n_bytes:
+        raise Damaged("not as long as its header says")
+    return Header(_entry(text, n_bytes), of_value, start)
+
+
+def _entry(text: bytes, n_bytes: int) -> Entry:
+    try:
+        about = json.loads(text)
+        note, created = about["note"], float(about["created"])
+        encode_note(note)
+    except (KeyError, TypeError, ValueError):
+        raise Damaged("header that nobody wrote") from None
+    if not is_key(about["key"]):
+        raise Damaged("header that nobody wrote")
+    return Entry(about["key"], n_bytes, created, created, note)
+
+
+def header_of(path: Path) -> Header:
+    """:func:`read_header` of the file of that name."""
+    descriptor = _open(path)
+    try:
+        return read_header(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def map_value(path: Path, key: str) -> memoryview:
+    """The value, mapped: read from disk as it is checked, copied by nobody.
+
+    Raises:
+        Damaged: it is not what was put under that key.
+    """
+    descriptor = _open(path)
+    try:
+        header = read_header(descriptor)
+        if header.entry.key != key:
+            raise Damaged(f"holds the value of {header.entry.key}")
+        mapped = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(descriptor)
+    value = mapped[header.start : header.start + header.entry.n_bytes]
+    if xxhash.xxh3_128_digest(value) != header.digest:
+        raise Damaged("value does not match its checksum")
+    return value
+
+
+def _open(path: Path) -> int:
+    """Open a file of ours; anything else in its place is damage."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Damaged("a link, which no store makes") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise Damaged("no file")
+
+
+def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
+    """All files of values, those of dead writers included."""
+    try:
+        folders = [entry.path for entry in os.scandir(root / VALUES) if entry.is_dir()]
+    except FileNotFoundError:
+        return
+    for folder in folders:
+        with os.scandir(folder) as found:
+            for entry in found:
+                if (name := Name.parse(entry.name)) and name.under(root) == Path(entry.path):
+                    yield name, entry
+
+
+def size_of(path: Path) -> int:
+    """How many bytes a file has; none if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def remove(path: Path) -> int:
+    """Unlink a file, if that can be; how many bytes it had."""
+    size = size_of(path)
+    try:
+        path.unlink()
+    except OSError:
+        return 0
+    return size
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder written to disk, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

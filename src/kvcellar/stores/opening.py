@@ -1,0 +1,83 @@
+"""One name for every store: a path or a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvcellar.errors import OptionError
+from kvcellar.stores.base import Store
+
+_SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]+):")
+
+
+def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as the store takes them
+    """Open the store that a path or URL names.
+
+    ::
+
+        open_store("memory:", max_bytes=2**30)
+        open_store("~/.cache/prompts", max_bytes=20 * 2**30)
+        open_store("file:///var/cache/prompts", read_only=True)
+        open_store("redis://cache.lan:6379/0", ttl_s=86400)
+
+    Args:
+        where: ``memory:``; a path or ``file:``; ``redis://``, ``rediss://`` or ``unix://``.
+        options: what the class of the store takes beside that.
+
+    Raises:
+        OptionError: no such store is known, or it does not take such an option.
+        StoreError: it cannot be opened.
+    """
+    name = os.fspath(where)
+    scheme = _scheme(name) if isinstance(where, str) else ""
+    try:
+        return _open(scheme, name, options)
+    except TypeError as error:
+        raise OptionError(f"options {', '.join(options)} of {scheme or 'path'}: {error}") from None
+
+
+def folder_of(where: str | os.PathLike[str]) -> Path | None:
+    """The folder that a path or ``file:`` URL names; None: it names another kind of store."""
+    name = os.fspath(where)
+    scheme = _scheme(name) if isinstance(where, str) else ""
+    if scheme not in ("", "file"):
+        return None
+    return (_path(name) if scheme else Path(name)).expanduser()
+
+
+def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
+    """Each store is imported when it is opened: SQLite and redis only by those who use them."""
+    if scheme == "memory":
+        from kvcellar.stores.memory import MemoryStore
+
+        return MemoryStore(**options)
+    if scheme in ("redis", "rediss", "unix"):
+        from kvcellar.stores.redis import RedisStore
+
+        return RedisStore(name, **options)
+    if scheme not in ("", "file"):
+        known = "memory:, file:, redis://, rediss://, unix:// and paths"
+        raise OptionError(f"scheme {scheme!r} of the store: {known} are known")
+    from kvcellar.stores.disk import DiskStore
+
+    return DiskStore(_path(name) if scheme else Path(name), **options)
+
+
+def _scheme(name: str) -> str:
+    """What stands before the colon; a single letter is a drive."""
+    match = _SCHEME.match(name)
+    return match[1].lower() if match else ""
+
+
+def _path(url: str) -> Path:
+    """The path of ``file:PATH`` or ``file:///PATH``."""
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise OptionError(
+            f"host {parts.netloc!r} in {url!r}: write file:///PATH, with three slashes"
+        )
+    return Path(unquote(parts.path))

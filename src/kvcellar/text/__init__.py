@@ -1,0 +1,1 @@
+"""From text to tokens to the next token: vocabularies, templates, sampling."""

@@ -1,0 +1,191 @@
+"""Chat messages to a prompt, by the Jinja template that comes with a model.
+
+The template is code of whoever made the file: it runs in a sandbox with bounds (see
+:mod:`kvcellar.text.template_sandbox`). Whatever goes wrong is a ``TemplateError``. Templates
+see what Hugging Face transformers gives them: ``messages``, ``tools``, ``documents``,
+``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``; a
+name that is not given prints as nothing, and using its parts is an error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kvcellar.errors import TemplateError
+from kvcellar.text.vocab import Metadata, describe
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from kvcellar.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_KEY = "tokenizer.chat_template"
+_MAX_SOURCE_CHARS = 2**20
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja source; None or empty says that the model has none.
+        bos_token: the text of BOS, for templates that begin with it.
+        eos_token: the text of EOS.
+
+    Raises:
+        TemplateError: there is no source, or it is malformed.
+    """
+
+    def __init__(
+        self, source: str | None, bos_token: str | None = None, eos_token: str | None = None
+    ) -> None:
+        if not source:
+            raise TemplateError(
+                "the model has no chat template: use a plain prompt, as kvcellar run does, "
+                "or in Python a ChatTemplate of your own"
+            )
+        if not isinstance(source, str):
+            raise TemplateError(f"a chat template must be a string, found {describe(source)}")
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise TemplateError(f"the chat template has {len(source)} characters: that is too long")
+        self.source = source
+        self._special = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._template = _compile(source)
+
+    @classmethod
+    def from_metadata(
+        cls, metadata: Metadata, tokenizer: Tokenizer, name: str | None = None
+    ) -> ChatTemplate:
+        """The template of a GGUF file; ``name`` picks one of several.
+
+        Raises:
+            TemplateError: there is none (of that name; the message lists those there are).
+        """
+        key = f"{_KEY}.{name}" if name else _KEY
+        source = metadata.get(key)
+        if name and source is None:
+            known = sorted(k[len(_KEY) + 1 :] for k in metadata if k.startswith(_KEY + "."))
+            raise TemplateError(f"no chat template {name!r}; one of {', '.join(known) or 'none'}")
+        if source is not None and not isinstance(source, str):
+            raise TemplateError(f"{key} must be a string, found {describe(source)}")
+        tokens = tokenizer.vocab.tokens
+        ids = (tokenizer.bos_id, tokenizer.eos_id)
+        return cls(source, *(None if i is None else tokens[i] for i in ids))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for these messages.
+
+        The result has the text of special tokens in it, BOS often among them: encode it with
+        ``parse_special=True``, and without ``add_special`` where it begins with BOS.
+
+        Args:
+            messages: each with "role", and "content" or "tool_calls".
+            add_generation_prompt: end with the beginning of the model's answer.
+            tools: descriptions of functions, as JSON Schema, for templates that know them.
+            **variables: more names for the template.
+
+        Raises:
+            TemplateError: a malformed message, or whatever the template runs into.
+        """
+        _check_messages(messages)
+        values = {
+            **self._special,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        return _run(self._template, values)
+
+
+@lru_cache(maxsize=8)
+def _compile(source: str) -> Template:
+    from jinja2 import TemplateSyntaxError
+
+    from kvcellar.text.template_sandbox import TemplateEnvironment
+
+    environment = TemplateEnvironment()
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+    except Exception as error:  # nested too deep, for one
+        raise TemplateError(f"the chat template does not compile: {_reason(error)}") from error
+
+
+def _run(template: Template, values: Mapping[str, Any]) -> str:
+    from kvcellar.text.template_sandbox import MAX_CHARS, spending
+
+    parts: list[str] = []
+    size = 0
+    try:
+        with spending():
+            for part in template.generate(values):
+                size += len(part)
+                if size > MAX_CHARS:
+                    raise TemplateError(
+                        f"the chat template writes more than {MAX_CHARS} characters"
+                    )
+                parts.append(part)
+    except TemplateError:
+        raise
+    except Exception as error:  # a template can raise whatever Python can
+        raise TemplateError(f"the chat template failed: {_reason(error)}") from error
+    return "".join(parts)
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _check_messages(messages: object) -> None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise TemplateError(f"messages must be a list of messages, found {describe(messages)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TemplateError(f"messages[{i}] must be a mapping, found {describe(message)}")
+        if not isinstance(message.get("role"), str):
+            raise TemplateError(f'messages[{i}] needs "role", a string')
+        if "content" not in message and "tool_calls" not in message:
+            raise TemplateError(f'messages[{i}] needs "content" (or "tool_calls")')
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models were trained on it: not escaped for HTML, unlike Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(f"the chat template refuses the messages: {message}")
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(str(form)[:256])

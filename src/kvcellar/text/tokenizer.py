@@ -1,0 +1,366 @@
+"""Text to tokens and back, from the vocabulary that a GGUF file carries.
+
+Two kinds of vocabulary are understood: byte-level BPE (``gpt2``) and SentencePiece's BPE
+(``llama``). The tokens are those that llama.cpp gives. Invariants:
+
+1. Tokens that the file calls user-defined are matched wherever they stand; control tokens only
+   with ``parse_special``, so that without it no text can spell one.
+2. ``decode(encode(text, add_special=False), skip_special=False) == text`` for every text whose
+   bytes the vocabulary can spell.
+3. No metadata and no argument gives another exception than ``TokenizerError`` or
+   ``UnsupportedModel``.
+
+Tokens back to text as they arrive, whole characters only.
+
+Invariants:
+
+1. Whatever the tokens, ``push`` over all of them and ``finish`` concatenate to
+   ``Tokenizer.decode`` of the same tokens.
+2. No text that was returned is ever taken back or completed: bytes of an unfinished character
+   wait; bytes that cannot become one turn into U+FFFD.
+
+Cutting text at the tokens that are matched as they stand, before anything else.
+
+Longer tokens first, over the whole text, as llama.cpp does it: of two that overlap the longer one
+wins, wherever it begins.
+"""
+
+from __future__ import annotations
+
+import codecs
+import operator
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvcellar.errors import TokenizerError, UnsupportedModel
+from kvcellar.text.bpe import BpeEncoder, find_recipe
+from kvcellar.text.spm import SpmEncoder
+from kvcellar.text.vocab import (
+    EMPTY_VOCAB,
+    PREFIX,
+    Metadata,
+    TokenKind,
+    Vocab,
+    describe,
+    read_string,
+    read_vocab,
+)
+
+
+class Detokenizer:
+    """Text of a stream of tokens.
+
+    Args:
+        tokenizer: whose tokens they are.
+        skip_special: leave control tokens out rather than spell them.
+        continuing: the tokens follow others, so the space that SentencePiece vocabularies put
+            before a text is a real one.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, continuing: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_next = tokenizer.strips_space and not continuing
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often empty.
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        tokenizer = self._tokenizer
+        piece = tokenizer.token_bytes(token)
+        if tokenizer.is_matched_whole(token):
+            self._strip_next = tokenizer.strips_space
+            if self._skip_special and tokenizer.is_special(token):
+                return ""
+        elif self._strip_next and piece:
+            self._strip_next = False
+            piece = piece.removeprefix(b" ")
+        return self._decoder.decode(piece)
+
+    def finish(self) -> str:
+        """What is still held back, as U+FFFD; nothing is held back afterwards."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+Fragment = str | int
+"""Text still to be tokenized, or the id of a token that was found."""
+
+_KEY_CHARS = 3
+
+
+class Partition:
+    """Splits text at a fixed set of token texts.
+
+    Args:
+        texts: ``(text, id)`` pairs; texts are not empty.
+        strip_after: drop white space that follows a match.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, int]], *, strip_after: bool = False) -> None:
+        # A vocabulary may have thousands of them, hardly ever present: one search for a common
+        # beginning rules out a whole group.
+        self._groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for text, token in texts:
+            self._groups[text[:_KEY_CHARS]].append((text, token))
+        self._strip_after = strip_after
+
+    def split(self, text: str) -> list[Fragment]:
+        """The fragments of a text, in order; no empty strings among them."""
+        if not text:
+            return []
+        fragments: list[Fragment] = [text]
+        for needle, token in self._present(text):
+            fragments = self._split_at(fragments, needle, token)
+        return fragments
+
+    def _present(self, text: str) -> list[tuple[str, int]]:
+        found = [
+            item
+            for key, group in self._groups.items()
+            if key in text
+            for item in group
+            if item[0] in text
+        ]
+        return sorted(found, key=lambda item: -len(item[0].encode("utf-8", "surrogatepass")))
+
+    def _split_at(self, fragments: list[Fragment], needle: str, token: int) -> list[Fragment]:
+        result: list[Fragment] = []
+        for fragment in fragments:
+            if isinstance(fragment, int) or needle not in fragment:
+                result.append(fragment)
+                continue
+            for i, part in enumerate(fragment.split(needle)):
+                if i:
+                    result.append(token)
+                    part = part.lstrip(" \t\n\r\v\f") if self._strip_after else part
+                if part:
+                    result.append(part)
+        return result
+
+
+_NO_VOCABULARY = (None, "none", "no_vocab", "test")
+
+
+class Encoder(Protocol):
+    """What a kind of vocabulary knows: how to cut plain text, and what a piece stands for."""
+
+    strips_space: bool
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """The ids of a text without special tokens."""
+
+    def piece_bytes(self, text: str, kind: int) -> bytes:
+        """The bytes that a piece stands for."""
+
+
+class NoEncoder:
+    """Stands in where a file has no usable vocabulary: every use says so."""
+
+    strips_space = False
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """Raises TokenizerError."""
+        del text, after_special
+        raise TokenizerError(
+            "this model has no tokenizer: pass token ids instead of text, from Python only"
+        )
+
+    def piece_bytes(self, text: str, kind: int) -> bytes:
+        """Raises TokenizerError."""
+        del text, kind
+        raise TokenizerError("this model has no tokenizer: use the token ids as they are")
+
+
+class Tokenizer:
+    """A vocabulary with the way to use it.
+
+    Attributes:
+        vocab: pieces, kinds and the tokens with a meaning.
+        strips_space: a space was put before each text, and is taken away again.
+    """
+
+    def __init__(self, vocab: Vocab, encoder: Encoder) -> None:
+        self.vocab = vocab
+        self.strips_space = encoder.strips_space
+        self._encoder = encoder
+        self._control = frozenset(vocab.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN))
+        self._user = frozenset(vocab.ids_of(TokenKind.USER_DEFINED))
+        self._partitions: dict[bool, Partition] = {}
+
+    @classmethod
+    def from_metadata(cls, metadata: Metadata) -> Tokenizer:
+        """The tokenizer of a GGUF file.
+
+        A file without vocabulary (``tokenizer.ggml.model`` absent, "none" or "test") gives one
+        that knows its tokens' number (0 where the file lists none) and raises on text.
+
+        Raises:
+            TokenizerError: the metadata are damaged; names the key.
+            UnsupportedModel: a kind of vocabulary, or of pre-tokenizer, that we lack.
+        """
+        model = read_string(metadata, PREFIX + "model")
+        if model in _NO_VOCABULARY:
+            return cls(_read_bare_vocab(metadata), NoEncoder())
+        if model == "gpt2":
+            recipe = find_recipe(read_string(metadata, PREFIX + "pre") or "default")
+            vocab = read_vocab(metadata, add_bos=recipe.add_bos, defaults=None)
+            return cls(vocab, BpeEncoder(vocab, metadata, recipe))
+        if model == "llama":
+            vocab = read_vocab(metadata, add_bos=True, defaults=(1, 2))
+            return cls(vocab, SpmEncoder(vocab, metadata))
+        raise UnsupportedModel(
+            f"{PREFIX}model = {describe(model)} is not known: gpt2 and llama are; pass token ids"
+        )
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens."""
+        return len(self.vocab)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text."""
+        return self.vocab.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text."""
+        return self.vocab.eos_id
+
+    @property
+    def eot_id(self) -> int | None:
+        """The token that ends a turn."""
+        return self.vocab.eot_id
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens after which generation ends."""
+        return self.vocab.stop_ids
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether ``add_special`` puts BOS first."""
+        return self.vocab.add_bos
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether ``add_special`` puts EOS last."""
+        return self.vocab.add_eos
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+            text: any text; empty is fine.
+            add_special: add BOS and EOS where the file says so.
+            parse_special: read control tokens where the text spells them. Not for text of
+                strangers: they could end a turn and begin another.
+
+        Raises:
+            TokenizerError: a lone surrogate, or a character the vocabulary cannot spell.
+        """
+        _check_text(text)
+        ids: list[int] = []
+        if add_special and self.vocab.add_bos and self.vocab.bos_id is not None:
+            ids.append(self.vocab.bos_id)
+        after_special = True
+        for fragment in self._partition(parse_special).split(text):
+            after_special = self._append(ids, fragment, after_special)
+        if add_special and self.vocab.add_eos and self.vocab.eos_id is not None:
+            ids.append(self.vocab.eos_id)
+        return ids
+
+    def decode(
+        self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False
+    ) -> str:
+        """The text of tokens; bytes that make no character become U+FFFD.
+
+        Args:
+            ids: the tokens.
+            skip_special: leave control tokens out rather than spell them.
+            continuing: see :class:`Detokenizer`.
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        stream = self.detokenizer(skip_special=skip_special, continuing=continuing)
+        parts = [stream.push(token) for token in ids]
+        return "".join(parts) + stream.finish()
+
+    def detokenizer(self, *, skip_special: bool = True, continuing: bool = False) -> Detokenizer:
+        """A fresh stream from tokens to text."""
+        return Detokenizer(self, skip_special=skip_special, continuing=continuing)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; a special token's are its name.
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        i = self._check_id(token)
+        return self._encoder.piece_bytes(self.vocab.tokens[i], int(self.vocab.kinds[i]))
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is a control token, or the unknown one: no part of the text.
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        return self._check_id(token) in self._control
+
+    def is_matched_whole(self, token: int) -> bool:
+        """Whether a token is matched as it stands, before text is cut: special or user-defined."""
+        i = self._check_id(token)
+        return i in self._control or i in self._user
+
+    def _append(self, ids: list[int], fragment: str | int, after_special: bool) -> bool:
+        if isinstance(fragment, int):
+            ids.append(fragment)
+            return True
+        ids += self._encoder.encode(fragment, after_special=after_special)
+        return False
+
+    def _partition(self, parse_special: bool) -> Partition:
+        if parse_special not in self._partitions:
+            whole = self._user | self._control if parse_special else self._user
+            texts = [(self.vocab.tokens[i], i) for i in sorted(whole)]
+            strip = self.vocab.strip_after_special
+            self._partitions[parse_special] = Partition(texts, strip_after=strip)
+        return self._partitions[parse_special]
+
+    def _check_id(self, token: int) -> int:
+        try:
+            i = operator.index(token)
+        except TypeError:
+            raise TokenizerError(f"a token id must be an integer, found {token!r}") from None
+        if not 0 <= i < len(self.vocab):
+            raise TokenizerError(f"no token {i}: the vocabulary has {len(self.vocab)}")
+        return i
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TokenizerError(f"text must be a str, found {describe(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"text has a lone surrogate at index {error.start}: "
+            'replace it with text.encode("utf-8", "replace").decode()'
+        ) from None
+
+
+def _read_bare_vocab(metadata: Metadata) -> Vocab:
+    if PREFIX + "tokens" not in metadata:
+        return EMPTY_VOCAB
+    return read_vocab(metadata, add_bos=False, defaults=None)

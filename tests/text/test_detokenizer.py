@@ -1,0 +1,86 @@
+"""Streaming: whole characters only, and nothing else than decoding at once gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvcellar.errors import TokenizerError
+from kvcellar.text.tokenizer import Tokenizer
+
+Maker = Callable[..., dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(bpe: Maker, spm: Maker) -> list[Tokenizer]:
+    special = (("<C>", 3), ("<U>", 4))
+    pieces = {"▁": -1.0, "a": -2.0, "▁a": -3.0, "é": -4.0}
+    return [
+        Tokenizer.from_metadata(bpe(("h i", "Ġ h"), special)),
+        Tokenizer.from_metadata(spm(pieces, special)),
+        Tokenizer.from_metadata(spm(pieces, special, add_space_prefix=False)),
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    which=st.integers(0, 2),
+    ids=st.lists(st.integers(0, 259), max_size=40),
+    skip_special=st.booleans(),
+    continuing=st.booleans(),
+)
+@example(which=1, ids=[0, 259], skip_special=False, continuing=True)
+def test_parts_join_to_the_whole(
+    tokenizers: list[Tokenizer], which: int, ids: list[int], skip_special: bool, continuing: bool
+) -> None:
+    tokenizer = tokenizers[which]
+    stream = tokenizer.detokenizer(skip_special=skip_special, continuing=continuing)
+    parts = [stream.push(i) for i in ids]
+    parts.append(stream.finish())
+    joined = "".join(parts)
+    assert joined == tokenizer.decode(ids, skip_special=skip_special, continuing=continuing)
+    # Behind a special token the encoder puts a space again, which is not part of the text.
+    begins_anew = any(tokenizer.is_matched_whole(i) for i in ids)
+    if not tokenizer.strips_space or (continuing and not begins_anew):
+        kept = [i for i in ids if not (skip_special and tokenizer.is_special(i))]
+        data = b"".join(tokenizer.token_bytes(i) for i in kept)
+        assert joined == data.decode("utf-8", "replace")
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=20))
+def test_valid_text_never_shows_a_replacement(tokenizers: list[Tokenizer], text: str) -> None:
+    stream = tokenizers[0].detokenizer()
+    shown = ""
+    for i in tokenizers[0].encode(text):
+        shown += stream.push(i)
+        assert text.startswith(shown)
+    assert stream.finish() == ""
+    assert shown == text
+
+
+def test_an_unfinished_character_waits_and_ends_as_a_replacement(
+    tokenizers: list[Tokenizer],
+) -> None:
+    smile = "🙂".encode()
+    stream = tokenizers[0].detokenizer()
+    ids = [tokenizers[0].encode(chr(byte)) for byte in b"a"]
+    assert stream.push(ids[0][0]) == "a"
+    assert [stream.push(byte) for byte in smile[:3]] == ["", "", ""]
+    assert stream.push(smile[3]) == "🙂"
+    assert stream.push(smile[0]) == ""
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+    assert stream.finish() == ""
+
+
+def test_bytes_that_are_no_character_show_at_once(tokenizers: list[Tokenizer]) -> None:
+    stream = tokenizers[0].detokenizer()
+    assert stream.push(0xFF) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_tokens_that_do_not_exist_are_refused(tokenizers: list[Tokenizer]) -> None:
+    with pytest.raises(TokenizerError, match="no token 9999"):
+        tokenizers[0].detokenizer().push(9999)
