@@ -1,4 +1,4 @@
-"""What a caller asks to decode: tokens or embeddings, where they stand, whose they are.
+"""What a caller asks to decode: tokens or embeddings, their positions and their owners.
 
 A :class:`Batch` is built up and holds what the caller said. :meth:`Batch.resolve` checks it
 against what a cache holds and gives :class:`Rows`, plain arrays in which nothing is left open:
@@ -8,7 +8,6 @@ against what a cache holds and gives :class:`Rows`, plain arrays in which nothin
 
 The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
 every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
-:func:`micro_batches` makes :class:`MicroBatch` es of that.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class Batch:
         return self
 
     def clear(self) -> None:
-        """Forget every token, so that the batch can be filled anew."""
+        """Drop every token, so that the batch can be filled again."""
         for part in (
             self._tokens,
             self._embeddings,
@@ -308,7 +307,7 @@ class MicroBatch:
 
 
 def micro_batches(rows: Rows, pieces: Sequence[Int64Array]) -> list[MicroBatch]:
-    """A microbatch of each piece of a batch's rows."""
+    """The microbatches that have these rows of a batch."""
     micros = []
     for piece in pieces:
         micros.append(  # noqa: PERF401 - a comprehension would be a call of its own
@@ -333,7 +332,7 @@ def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:
 
 
 def split_equal(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Equally many rows of each owner set that takes part, set after set; for recurrent states."""
+    """Equally many rows per owner set that takes part, set after set; for recurrent states."""
     _check_ubatch(n_ubatch)
     result = []
     for groups in _segments(owners):

@@ -303,7 +303,7 @@ class CellTable:
                 self._spans[seq].add(as_cells(cells[mine]), positions[mine])
 
     def release(self, cells: Int64Array) -> None:
-        """Free exactly these cells, whoever owns them; head stays where it is."""
+        """Free exactly these cells, for all owners; head stays where it is."""
         if len(cells):
             self._free(as_cells(cells))
 
@@ -363,7 +363,7 @@ class CellTable:
         return SavedCells(arrays, self.head, self.used, self.token_count, self.shifted, spans)
 
     def load(self, saved: SavedCells) -> None:
-        """Be as when it was saved; the size may not have changed since."""
+        """Restore what :meth:`save` returned; the size may not have changed since."""
         n, top = saved.arrays[0].shape[-1], self._bound
         for array, values, empty in zip(self._arrays(), saved.arrays, _EMPTY, strict=True):
             array[..., :n] = values

@@ -166,7 +166,7 @@ class AttentionCache(Cache):
         return self.table.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's cells in the range, in place of what dst had there."""
+        """Share src's cells in the range with dst, in place of what dst had there."""
         self.require_idle()
         self.table.seq_cp(src, dst, p0, p1)
 
@@ -281,7 +281,7 @@ class AttentionCache(Cache):
         """Put sound content into free cells; the caller takes back what fails half way.
 
         Raises:
-            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
+            SnapshotMismatch: some of it was evicted from a window, and this cache keeps everything.
         """
         (group,) = content.groups
         self._import_cells(group, seq_ids, shift)
@@ -387,7 +387,7 @@ def read_rows(store: KVStore, cells: Int64Array) -> RowBytes:
 
 
 def write_rows(store: KVStore, cells: Int64Array, rows: RowBytes) -> None:
-    """Let cells have these rows."""
+    """Write rows into cells."""
     for i, (k, v) in enumerate(zip(rows.k, rows.v, strict=True)):
         store.write_raw(i, "k", cells, k)
         store.write_raw(i, "v", cells, v)
@@ -399,7 +399,7 @@ def _within(at: Int32Array, lo: int, hi: int) -> slice:
 
 
 def _distinct(mine: list[Int64Array], positions: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """All cells by their positions, each once; and of each mention which of them it is."""
+    """All cells by their positions, each once; and the index of each cell of ``mine`` in these."""
     every = np.concatenate([np.empty(0, np.int64), *mine])
     by_number, which = np.unique(every, return_inverse=True)
     order = np.argsort(positions[by_number], kind="stable")

@@ -261,7 +261,7 @@ class Cache(ABC):
         return bool(self._nest)
 
     def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cells but lies outside of the cache.
+        """Make transactions take back what belongs to the cells but lies outside of the cache.
 
         Args:
             remember: called when one begins; what it returns is called if that is rolled back.
@@ -281,14 +281,14 @@ class Cache(ABC):
     ) -> Placement:
         """Take what every microbatch of a batch needs, or raise and take nothing.
 
-        What is pending is applied first. With states, microbatches have equally many tokens of each
-        of their sequences, whose positions have to follow on.
+        What is pending is applied first. With states, microbatches have equally many tokens per
+        sequence, whose positions have to follow on.
 
         Args:
             batch: what is to be decoded.
             n_ubatch: how many tokens are computed at once.
             n_vocab: token ids must be below it.
-            n_embd: input embeddings must have so many values.
+            n_embd: input embeddings must have this many values.
             coupled: "same" refuses a token whose owners do not hold the same cells.
 
         Raises:

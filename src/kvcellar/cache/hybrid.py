@@ -11,8 +11,8 @@ A verb is applied to all parts or to none, so they always know the same tokens o
 
 What a sequence knows is what a fresh decode of its tokens would give. So tokens cannot be removed
 from the middle of one whose state has absorbed them: ``seq_rm`` is False. Newer llama.cpp answers
-True and leaves the state alone (#17009), which then still knows what was removed. Who wants them
-gone goes back with ``rewind`` and decodes what followed again, as ``Sequence.remove`` does.
+True and leaves the state alone (#17009), which then still holds what was removed. To remove them,
+go back with ``rewind`` and decode what followed again, as ``Sequence.remove`` does.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class HybridCache(Cache):
         return done
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share what src holds in the range.
+        """Share what src holds in the range with dst.
 
         If that is all of it, dst holds nothing else afterwards: a state cannot be added to.
 
@@ -224,7 +224,7 @@ class HybridCache(Cache):
     # -- beyond llama.cpp's
 
     def rewind(self, seq_id: int, p0: int) -> int:
-        """Drop a sequence from p0 on, and as much before it as some part has to give up."""
+        """Drop a sequence from p0 on, and as much before it as some part has to drop."""
         self.require_idle()
         end = max(p0, 0)
         while True:

@@ -1,9 +1,9 @@
 """The cache of layers that attend to a window: cells that left it are used again.
 
 An :class:`AttentionCache` of fewer cells. What a token sees is the same, so decoding gives what a
-cache of full size gives (that one, with ``spec.window`` set, is llama.cpp's ``swa_full``). What
-slid out cannot be had again, and no verb leaves a sequence without the window before its next
-token: it would be computed with a hole that nobody notices.
+cache of full size gives (that one, with ``spec.window`` set, is llama.cpp's ``swa_full``). Evicted
+tokens cannot be restored, and no verb leaves a sequence without the window before its next token:
+that token would be computed with a hole, unnoticed.
 
 * ``seq_rm`` returns False and changes nothing if that would happen. From the middle of a sequence
   it removes only what leaves the next token its window when the rest has moved up. A tail also
@@ -11,7 +11,7 @@ token: it would be computed with a hole that nobody notices.
 * ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
 * The last token of a sequence can always be removed and decoded again.
 * ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
-  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole
+  :meth:`SlidingCache.seq_evicted` tells what was evicted. ``seq_pos_max`` is that of the whole
   sequence.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
@@ -93,7 +93,7 @@ class SlidingCache(AttentionCache):
         return self._room.n_free()
 
     def seq_evicted(self, seq_id: int) -> Int32Array:
-        """The ids of a sequence's tokens that slid out, in the order of their positions."""
+        """The ids of a sequence's evicted tokens, in the order of their positions."""
         return self._room.evicted[self.table.checked(seq_id)].tokens
 
     def seq_evicted_positions(self, seq_id: int) -> Int32Array:
@@ -137,7 +137,7 @@ class SlidingCache(AttentionCache):
         return True
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's cells in the range, and checkpoints that lie in it.
+        """Share src's cells in the range, and checkpoints that lie in it, with dst.
 
         Raises:
             CacheError: dst would lack the window before its next token; nothing has changed.
@@ -162,7 +162,7 @@ class SlidingCache(AttentionCache):
         self._forget(*(seq for seq in range(self.table.n_seq_max) if seq != seq_id))
 
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions in the range, those of what slid out too; drops the checkpoints.
+        """Move positions in the range, those of evicted tokens too; drop the checkpoints.
 
         Raises:
             CacheError: the sequence would lack the window before its next token.
@@ -175,7 +175,7 @@ class SlidingCache(AttentionCache):
         self._take_over(seq_id, evicted)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """Divide positions in the range, those of what slid out too; as :meth:`seq_add`."""
+        """Divide positions in the range, those of evicted tokens too; as :meth:`seq_add`."""
         lo, hi = clamp_range(p0, p1)
         evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
         super().seq_div(seq_id, p0, p1, d)
@@ -241,7 +241,7 @@ class SlidingCache(AttentionCache):
     # -- steps
 
     def _resize(self, size: int) -> None:
-        """Have ``size`` cells; what slid out goes first if not everything would fit."""
+        """Have ``size`` cells; evict first if not everything would fit."""
         saved = self._room.save()
         try:
             if size < self.used:
@@ -264,7 +264,7 @@ class SlidingCache(AttentionCache):
             self._checkpoints.cut(seq, lo)
 
     def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
-        """What slid out of a sequence, moved; None if nothing moves at all."""
+        """The evicted tokens of a sequence, moved; None if nothing moves at all."""
         self.require_idle()
         seq = self.table.checked(seq_id)
         evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
@@ -313,7 +313,7 @@ class SlidingCache(AttentionCache):
         return replace(content, evicted=evicted, checkpoints=kept)
 
     def _import_cells(self, group: CellData, seq_ids: Sequence[int], shift: int) -> None:
-        """Put cells into empty sequences, and remember what slid out.
+        """Put cells into empty sequences, and remember what was evicted.
 
         Raises:
             SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
@@ -333,7 +333,7 @@ class SlidingCache(AttentionCache):
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
 
     def _cells_for(self, n: int) -> Int64Array:
-        """Cells for n tokens, those that slid out of every window included."""
+        """Cells for n tokens, those that left every window included."""
         return self._room.take(n, self._room.kept_rows())
 
     def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
@@ -358,7 +358,7 @@ class SlidingCache(AttentionCache):
         if not is_whole(one.evicted[0], one.positions, self._window):
             raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}
-        # Copies: whoever made the content may change it, or the file that it lies in.
+        # Copies: the content, or the file that it lies in, may change.
         rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
         evicted = EvictedTokens.of(*one.evicted)
         self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)

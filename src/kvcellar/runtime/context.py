@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
-    """The cache over the stores of a memory of that shape, made for so many tokens.
+    """The cache over the stores of a memory of that shape, for ``n_ctx`` tokens.
 
     A part that is the only one is used as it is, so models of one kind pay for no other.
     """
@@ -240,7 +240,7 @@ class Context:
             return self._decode(batch)
 
     def resize(self, n_ctx: int) -> None:
-        """Have so many cells, while sequences live: none of them notices.
+        """Change the number of cells while sequences live; none of them notices.
 
         A smaller cache is compacted if what is held would not fit otherwise. Old and new buffers
         exist side by side for a moment.

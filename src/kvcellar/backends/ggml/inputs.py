@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     """What a graph depends on; the key it is kept under. Rows and cells are not part of it."""
 
     n_tokens: int
-    n_kv: tuple[int, ...]  # of each group; 0 where tokens attend over lists
+    n_kv: tuple[int, ...]  # a number a group; 0 where tokens attend over lists
     n_seqs: int  # that recurrent layers tell apart, 0 where there are none
     n_outputs: int
     n_embd: int  # width of input embeddings, 0 when tokens are given
@@ -112,7 +112,7 @@ class Feeds:
 
     Args:
         inputs: their tensors.
-        specs: of each group.
+        specs: the shape of each group.
         n_positions: how many positions the model has learned, if it looks them up.
     """
 
