@@ -321,7 +321,10 @@ class CellTable:
             span.invalidate()
         if not unshared:
             self.owners[seq >> 6][cells] &= ~np.uint64(1 << (seq & 63))
-            cells = cells_where(cells, np.bitwise_or.reduce(self.owners[:, cells], axis=0) == 0)
+            left = self.owners[0][cells]
+            for words in self.owners[1:]:
+                left = left | words[cells]
+            cells = cells_where(cells, np.equal(left, 0))
         self._wipe(cells)
         return cells
 
