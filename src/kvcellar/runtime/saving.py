@@ -220,8 +220,9 @@ def put_into(
 def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
     """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
     memory = context.memory_spec
-    check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
-    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
+    if snapshot.fingerprint != context.fingerprint:
+        check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
+        snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
     states = () if memory.states is None else (memory.states,)
     check_content(snapshot.content, [*memory.groups, *states])
     _check_tokens(snapshot, context.model.spec.n_vocab)
