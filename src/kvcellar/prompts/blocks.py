@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData, join
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.eviction import n_kept
@@ -34,7 +34,7 @@ from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
 from kvcellar.stores.base import Buffer, Note
-from kvcellar.types import CacheSpec, StateSpec
+from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -96,6 +96,15 @@ def tokens_of(content: SequenceData) -> list[int] | None:
     return held[0].tokens.tolist() if held and held[0] else None
 
 
+def _tokens(content: SequenceData) -> Int32Array:
+    """The tokens that any part of a block holds."""
+    found = [group.tokens for group in content.groups]
+    found += [evicted[1] for group in content.groups for evicted in group.evicted]
+    if content.states is not None:
+        found += [held.tokens for held in content.states.held if held is not None]
+    return np.concatenate(found)
+
+
 def _tokens_of(key: str, note: Note) -> list[int]:
     """The tokens in a note that its key agrees with."""
     try:
@@ -108,43 +117,70 @@ def _tokens_of(key: str, note: Note) -> list[int]:
     return tokens
 
 
+class BlockFormat:
+    """How the blocks of one context are named, stored and checked, whatever text they are of.
+
+    Attributes:
+        size: tokens of a block.
+        how: the types in which K and V are stored, and whether they are compressed.
+        fingerprint: of the context, with those types.
+        stored_as: a digest of it if the context's own types are others; else "".
+        specs: the shapes that a block has.
+        windows: for each group of K and V how many tokens a token attends to; 0: all.
+        is_complete: whether a block has all its rows.
+        root: the key before the first block.
+        text_root: the same for keys that know nothing of the model.
+    """
+
+    def __init__(self, context: Context, size: int, cache_salt: str, how: SaveOptions) -> None:
+        memory = context.memory_spec
+        groups = [as_type(spec, how) for spec in memory.groups]
+        self.size, self.how = size, how
+        self.specs: list[CacheSpec | StateSpec] = [
+            *groups,
+            *([] if memory.states is None else [memory.states]),
+        ]
+        self.fingerprint = stored_fingerprint(context, how)
+        named = digest(self.fingerprint)
+        self.stored_as = "" if named == digest(context.fingerprint) else named
+        parts = [part for part in parts_of(context.cache) if isinstance(part, AttentionCache)]
+        self.windows = [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
+        # Of a block longer than its window, a cache that slides has not all rows; one that keeps
+        # everything cannot be filled by it. Shorter ones are the same wherever they come from.
+        missing: list[Plain] = [
+            window if window and n_kept(window) < size else 0 for window in self.windows
+        ]
+        self.is_complete = not any(missing)
+        named = digest({**self.fingerprint, "windows": missing})
+        self.root = root_key(named, size, cache_salt)
+        self.text_root = root_key("", size, cache_salt)
+
+
 class Blocks:
     """The whole blocks of a text that a context computes, or could.
 
     Attributes:
         tokens: the text.
-        keys: of each whole block its key; the one after the last is not there yet.
-        rounded: names the types in which K and V are stored, if the context's are others; else "".
+        keys: of each whole block; the one after the last is not there yet.
+        stored_as: see :class:`BlockFormat`.
     """
 
-    def __init__(
-        self, context: Context, tokens: list[int], size: int, cache_salt: str, how: SaveOptions
-    ) -> None:
+    def __init__(self, context: Context, form: BlockFormat, tokens: list[int]) -> None:
         self.tokens = tokens
-        self._context, self._size, self._how = context, size, how
-        self._fingerprint = stored_fingerprint(context, how)
-        stored_as = digest(self._fingerprint)
-        self.stored_as = "" if stored_as == digest(context.fingerprint) else stored_as
-        # Of a block longer than its window, a cache that slides has not all rows; one that keeps
-        # everything cannot be filled by it. Shorter ones are the same wherever they come from.
-        missing: list[Plain] = [
-            window if window and n_kept(window) < size else 0 for window in _windows(context.cache)
-        ]
-        self._is_complete = not any(missing)
-        named = digest({**self._fingerprint, "windows": missing})
-        self._root = root_key(named, size, cache_salt)
-        self.keys = block_keys(self._root, tokens, size)
-        self._texts = block_keys(root_key("", size, cache_salt), tokens, size)
+        self.keys = block_keys(form.root, tokens, form.size)
+        self.stored_as = form.stored_as
+        self._context, self._form = context, form
 
     def block(self, i: int) -> BlockRef:
         """A block, to be noted or explained."""
+        form = self._form
         return BlockRef(
             key=self.keys[i],
-            parent=self.keys[i - 1] if i else self._root,
-            start=i * self._size,
+            parent=self.keys[i - 1] if i else form.root,
+            start=i * form.size,
             tokens=self._tokens_of(i),
             text=self._texts[i],
-            model=str(self._fingerprint["weights"])[:16],
+            model=str(form.fingerprint["weights"])[:16],
         )
 
     def take(self, sequence: Text, i: int) -> bytes:
@@ -153,12 +189,11 @@ class Blocks:
         Raises:
             NotSupported: the cache has states or windows, and kept none where the block ends.
         """
-        context, start = self._context, i * self._size
-        ids = [sequence.seq_id]
-        content = state_get(context.cache, ids, start, start + self._size, checkpoints=False)
+        context, start, how = self._context, i * self._form.size, self._form.how
+        ids, stop = [sequence.seq_id], start + self._form.size
+        content = state_get(context.cache, ids, start, stop, checkpoints=False)
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        packed = to_arrays(stored(context, snapshot, self._how))
-        return to_bytes(packed, compress=self._how.compress)
+        return to_bytes(to_arrays(stored(context, snapshot, how)), compress=how.compress)
 
     def read(self, i: int, value: Buffer) -> SequenceData:
         """What :meth:`take` returned, in the types that it was stored in.
@@ -166,29 +201,30 @@ class Blocks:
         Raises:
             SnapshotError: it is damaged, or not that block.
         """
-        content = snapshot_from(value).content
-        check_content(content, self._specs())
-        same = tokens_of(content) in (None, self._tokens_of(i))
-        if content.n_seqs != 1 or content.start != i * self._size or not same:
+        content, expected = snapshot_from(value).content, self._tokens_of(i)
+        check_content(content, self._form.specs)
+        is_same = tokens_of(content) in (None, expected) and np.isin(_tokens(content), expected)
+        if content.n_seqs != 1 or content.start != i * self._form.size or not np.all(is_same):
             raise SnapshotFileError("the block holds another text than its key says")
-        if content.has_evicted and self._is_complete:
+        if content.has_evicted and self._form.is_complete:
             raise SnapshotFileError("the block lacks rows that it should have")
         return content
 
-    def whole(self, pieces: Sequence[SequenceData]) -> Snapshot:
+    def whole(self, pieces: Sequence[SequenceData]) -> SequenceData:
         """What blocks from the first one on make up, in the types of the context."""
-        context = self._context
-        joined = join(pieces, _windows(context.cache))
-        snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
-        return converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
+        context, form = self._context, self._form
+        joined = join(pieces, form.windows)
+        if not form.stored_as:
+            return joined
+        snapshot, specs = Snapshot(form.fingerprint, joined, ()), context.memory_spec.groups
+        return converted(snapshot, specs, context.model.convert_rows).content
 
     def _tokens_of(self, i: int) -> list[int]:
-        return self.tokens[i * self._size : (i + 1) * self._size]
+        return self.tokens[i * self._form.size : (i + 1) * self._form.size]
 
-    def _specs(self) -> list[CacheSpec | StateSpec]:
-        memory = self._context.memory_spec
-        groups = [as_type(spec, self._how) for spec in memory.groups]
-        return [*groups, *([] if memory.states is None else [memory.states])]
+    @cached_property
+    def _texts(self) -> list[str]:
+        return block_keys(self._form.text_root, self.tokens, self._form.size)
 
 
 def clean_tokens(sequence: Text) -> list[int]:
@@ -198,9 +234,3 @@ def clean_tokens(sequence: Text) -> list[int]:
     odd = np.flatnonzero(at != np.arange(len(at)))
     unknown = np.flatnonzero(np.array(tokens) < 0)  # embeddings
     return tokens[: min([n, *odd[:1].tolist(), *unknown[:1].tolist()])]
-
-
-def _windows(cache: Cache) -> list[int]:
-    """Of each group of K and V how many tokens it keeps; 0: all."""
-    parts = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
-    return [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]

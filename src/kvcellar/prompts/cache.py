@@ -28,13 +28,14 @@ from itertools import chain
 from os import PathLike
 from tempfile import SpooledTemporaryFile
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.transfer import is_plain
+from kvcellar.cache.transfer import is_plain, state_set
 from kvcellar.errors import (
     BatchError,
     LibraryError,
@@ -43,13 +44,13 @@ from kvcellar.errors import (
     SnapshotError,
     StoreError,
 )
-from kvcellar.prompts.blocks import Blocks, clean_tokens
+from kvcellar.prompts.blocks import BlockFormat, Blocks, clean_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
-from kvcellar.runtime.saving import put_into
+from kvcellar.runtime.options import SaveOptions, check_range
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
+from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.stores.base import Store
 from kvcellar.types import KVType
 
@@ -170,6 +171,7 @@ class PromptCache:
         if compress:
             pack(np.empty(0, np.uint8))  # fails now rather than after a text was computed
         self._how = SaveOptions(type_k, type_v, compress, checkpoints=False)
+        self._forms = WeakKeyDictionary[Context, BlockFormat]()
 
     def append(
         self, sequence: Sequence, prompt: str | Iterable[int], *, on_piece: OnPiece | None = None
@@ -211,8 +213,9 @@ class PromptCache:
                 raise
             if failed is not None:
                 raise failed
-            self._put_all(text, len(text.keys), self._taker(sequence, text, taken))
-            taken.check()
+            if hit.n_reused < len(text.keys) * self.block_size:  # else reading counted as a use
+                self._put_all(text, len(text.keys), self._taker(sequence, text, taken))
+                taken.check()
             return hit
 
     def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> CacheHit:
@@ -255,7 +258,8 @@ class PromptCache:
         sequence.stored_as = ""
         pieces, why = self._find(text)
         if pieces:
-            put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
+            state_set(sequence.context.cache, text.whole(pieces), [sequence.seq_id])
+            sequence.adopt(SavedText(), [])
             sequence.stored_as = text.stored_as
         return CacheHit(len(text.tokens), len(sequence), why)
 
@@ -350,7 +354,11 @@ class PromptCache:
         return text if may_store else self._blocks(sequence.context, [])
 
     def _blocks(self, context: Context, tokens: list[int]) -> Blocks:
-        return Blocks(context, tokens, self.block_size, self.cache_salt, self._how)
+        form = self._forms.get(context)
+        if form is None:
+            form = BlockFormat(context, self.block_size, self.cache_salt, self._how)
+            self._forms[context] = form
+        return Blocks(context, form, tokens)
 
 
 def _ids(sequence: Sequence, prompt: str | Iterable[int]) -> list[int]:
