@@ -218,7 +218,7 @@ class RedisStore:
         return bool(self._client.call(*self._script(_DELETE, check_key(key))))
 
     def entries(self) -> Iterator[Entry]:
-        """All values, least recently used first; what the server evicts meanwhile may be in."""
+        """All values, least recently used first; some may be evicted meanwhile."""
         pattern, cursor, found = _escaped(self._head("")) + "*", 0, dict[str, Entry]()
         while True:
             cursor, heads = self._client.call("SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH)
@@ -238,7 +238,7 @@ class RedisStore:
 
     @property
     def bytes_used(self) -> int:
-        """What all values take together. Asks for every one: it is not meant for each put."""
+        """Bytes of all values. Asks for every one: it is not meant for each put."""
         return sum(entry.n_bytes for entry in self.entries())
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ _TLS_OPTIONS = (
     "ssl_min_version",
     "ssl_password",
 )
-"""What the package takes in a URL and does no harm; others change what is read or written."""
+"""Options of the package that may stand in a URL; others change what is read or written."""
 _CONNECT_S, _ANSWER_S = 5.0, 60.0
 _READ_BYTES = 1 << 20
 
@@ -417,7 +417,7 @@ def _connect(url: str, shown: str) -> tuple[tuple[type[Exception], ...], Any]:
 
 
 def _check_options(url: str, shown: str) -> None:
-    """Refuse what the package would do as it is told, whatever became of the values."""
+    """Refuse options that would change how values are read or written."""
     parts = urlsplit(url)
     known = _OPTIONS + (_TLS_OPTIONS if parts.scheme == "rediss" else ())
     for name in parse_qs(parts.query):
