@@ -29,7 +29,7 @@ import xxhash
 from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
 from kvcellar.prompts.blocks import check_block
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.stores.base import Buffer, Entry, Note, Store, check_key, encode_note
+from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, encode_note
 
 FORMAT, VERSION = "kvcellar-prompts", 1
 _INDEX = "index.json"
@@ -119,7 +119,7 @@ def import_blocks(store: Store, path: Path) -> Imported:
     return Imported(len(new), len(there) - len(new), len(items) - len(there), n_bytes)
 
 
-def _put(store: Store, item: _Item, value: Buffer, so_far: str) -> None:
+def _put(store: Store, item: _Item, value: BytesLike, so_far: str) -> None:
     try:
         fits = store.put(item.key, [value], item.note)
     except StoreError as error:

@@ -32,7 +32,7 @@ from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
-from kvcellar.stores.base import Buffer, Note
+from kvcellar.stores.base import BytesLike, Note
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Blocks:
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
         return to_bytes(to_arrays(stored(context, snapshot, how)), compress=how.compress)
 
-    def read(self, i: int, value: Buffer) -> SequenceData:
+    def read(self, i: int, value: BytesLike) -> SequenceData:
         """Read what :meth:`export` returned; K and V stay in the types they were stored in.
 
         Raises:
@@ -181,7 +181,7 @@ def block_keys(root: str, tokens: Sequence[int], block_size: int) -> list[str]:
     return keys
 
 
-def check_block(key: str, note: Note, value: Buffer) -> None:
+def check_block(key: str, note: Note, value: BytesLike) -> None:
     """Check that a value is the block of that key: its tokens, in the text that the key stands for.
 
     Whether K and V are those of the tokens cannot be checked.

@@ -14,7 +14,8 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 from kvcellar.errors import OptionError
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+BytesLike: TypeAlias = "bytes | bytearray | memoryview"
+Buffer: TypeAlias = BytesLike  # goes with the next release
 Note: TypeAlias = Mapping[str, "str | int"]
 """Facts about an entry, for people and to explain why another one was not found."""
 
@@ -61,7 +62,7 @@ class Store(Protocol):
     nothing: a damaged value counts as absent and is dropped.
     """
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Store the pieces, joined, under a key. A value that is there stays, and is touched.
 
         Returns:
@@ -72,7 +73,7 @@ class Store(Protocol):
             StoreError: the value cannot be written; the store is as it was.
         """
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         """Return the value, None if there is none. Counts as a use.
 
         Raises:
@@ -139,7 +140,7 @@ def check_budget(max_bytes: int | None) -> int | None:
     return max_bytes
 
 
-def flat(value: Sequence[Buffer]) -> list[memoryview]:
+def flat(value: Sequence[BytesLike]) -> list[memoryview]:
     """The pieces as plain bytes, without a copy; without empty ones."""
     try:
         views = [memoryview(piece) for piece in value]

@@ -13,7 +13,7 @@ from kvcellar.errors import ClosedError
 from kvcellar.stores.base import (
     REMEMBERED,
     Absence,
-    Buffer,
+    BytesLike,
     Entry,
     Field,
     Note,
@@ -46,7 +46,7 @@ class MemoryStore:
         self._closed = False
         self._lock = threading.Lock()
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Store a copy of the pieces, joined; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, text = flat(value), encode_note(note)
@@ -65,7 +65,7 @@ class MemoryStore:
                 self._evicted.pop(key, None)
         return True
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         """Return the value itself: bytes, which cannot be changed."""
         return held[0] if (held := self._use(check_key(key))) else None
 

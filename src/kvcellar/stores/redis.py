@@ -29,7 +29,7 @@ from kvcellar.stores.base import (
     FIELDS,
     MAX_AGE_S,
     Absence,
-    Buffer,
+    BytesLike,
     Entry,
     Field,
     Note,
@@ -155,7 +155,7 @@ class RedisStore:
         self._times = (ttl_ms, ttl_ms + _TRACE_S * 1000)
         self._client = RedisClient(url)
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Write a value in one transaction; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, text = flat(value), encode_note(note)
@@ -176,7 +176,7 @@ class RedisStore:
         )
         return True
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         """The value, checked; its time to live starts again."""
         look = self._script(_HAS if self.read_only else _USE, check_key(key), *self._times)
         fields = ("value", "digest", "n_bytes", "created", "generation", "n_pieces")

@@ -17,7 +17,7 @@ from kvcellar.errors import StoreError
 from kvcellar.stores.base import (
     WRITING_S,
     Absence,
-    Buffer,
+    BytesLike,
     Entry,
     Field,
     Note,
@@ -103,7 +103,7 @@ class DiskStore:
             raise StoreError(f"the store in {self._root} cannot be opened: {error}") from error
         self._index = LiveIndex(self._root, self.read_only, fsync)
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Write a file, then its row; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, about = flat(value), decode_note(encode_note(note))
@@ -119,7 +119,7 @@ class DiskStore:
             raise StoreError(f"the file of {key} in {self._root} is removed again and again")
         return True
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         """Return the value, checked and mapped; a damaged one is dropped and None returned."""
         check_key(key)
         while (row := self._row(key)) is not None:
