@@ -1,34 +1,67 @@
-"""``kvcellar info``: what a model is and what its cache takes."""
+"""``kvcellar info``: a model's properties and the size of its cache, or the environment."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.console import console_for, human_bytes, show
-from kvcellar.cli.options import ModelName
+from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, show
+from kvcellar.cli.options import MODEL_HELP, AsJson
+from kvcellar.cli.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvcellar.cli.inspection import Inspection
+    from kvcellar.cli.environment import Environment
+    from kvcellar.cli.model_info import ModelInfo
 
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ShowEnvironment = Annotated[
+    bool,
+    typer.Option(
+        "--environment",
+        help="Show versions, processor, memory, libggml and kernels, for a bug report.",
+    ),
+]
 
 
-def info(model: ModelName, as_json: AsJson = False) -> None:
-    """Show what a model is, the cache each layer gets, what K and V take, and what fits."""
-    from kvcellar.cli.inspection import inspect
+def info(
+    model: OptionalModel = None, environment: ShowEnvironment = False, as_json: AsJson = False
+) -> None:
+    """Show a model's properties, the cache of each layer, and how many cells fit in memory.
+
+    With --environment: show what kvcellar runs on.
+    """
+    if (model is not None) == environment:
+        raise typer.BadParameter("name a model, or give --environment", param_hint="MODEL")
+    if model is None:
+        _show_environment(as_json)
+    else:
+        _show_model(model, as_json)
+
+
+def _show_environment(as_json: bool) -> None:
+    from kvcellar.cli.environment import Environment
+
+    found = Environment.current()
+    if as_json:
+        print_json(asdict(found))
+        return
+    for name, value in _environment_rows(found):
+        print(f"{name:<20}{value}")
+
+
+def _show_model(model: str, as_json: bool) -> None:
+    from kvcellar.cli.model_info import read_model_info
     from kvcellar.runtime.demo import find_model
 
-    found = inspect(find_model(model))
+    found = read_model_info(find_model(model))
     if as_json:
-        json.dump(asdict(found), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(asdict(found))
         return
     console = console_for(sys.stdout)
     show(console, _facts(found))
@@ -38,14 +71,41 @@ def info(model: ModelName, as_json: AsJson = False) -> None:
         show(console, "", _kv_table(found))
 
 
-def _facts(found: Inspection) -> Table:
-    from rich.table import Table
+def _environment_rows(found: Environment) -> Iterator[tuple[str, str]]:
+    """Lines that stand alone: a report is pasted, so nothing is wrapped or coloured."""
+    yield "kvcellar", found.kvcellar
+    yield "Python", found.python
+    yield "system", found.system
+    yield "processor", found.processor
+    yield "features", _listed(found.processor_features, unknown="llvmlite would tell")
+    yield "usable processors", str(found.usable_cpus)
+    total, free = map(_bytes_or_unknown, (found.memory_total, found.memory_available))
+    yield "memory", f"{total}, {free} available"
+    for name, version in found.packages.items():
+        yield name, version or "not installed"
+    if found.libggml is None:
+        yield "libggml", f"cannot be loaded: {found.libggml_problem}"
+    else:
+        yield "libggml", f"{found.libggml} from {found.libggml_origin}"
+        yield "libggml built for", _listed(found.libggml_features)
+    yield "attention kernel", _on(found.why_no_attention_kernel)
+    yield "product kernels", _on(found.why_no_product_kernels)
+    yield from found.variables.items()
 
-    table = Table(
-        box=None, show_header=False, title=found.path.rpartition("/")[2], title_justify="left"
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+
+def _listed(names: Sequence[str] | None, unknown: str = "") -> str:
+    return f"unknown ({unknown})" if names is None else ", ".join(names) or "none that matter"
+
+
+def _bytes_or_unknown(n: int | None) -> str:
+    return "unknown" if n is None else human_bytes(n)
+
+
+def _on(why_not: str | None) -> str:
+    return "on" if why_not is None else f"off: {why_not}"
+
+
+def _facts(found: ModelInfo) -> Table:
     rows = {
         "name": found.name,
         "architecture": found.architecture + ("" if found.supported else " (not supported)"),
@@ -61,13 +121,11 @@ def _facts(found: Inspection) -> Table:
         "file": human_bytes(found.file_bytes),
         "why not": found.reason,
     }
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, str(value))
-    return table
+    said = [(name, str(value)) for name, value in rows.items() if value is not None]
+    return facts_table(found.path.rpartition("/")[2], said)
 
 
-def _heads(found: Inspection) -> str | None:
+def _heads(found: ModelInfo) -> str | None:
     if found.n_head is None:
         return None
     kv = "" if found.n_head_kv is None else f", {found.n_head_kv} of K and V"
@@ -75,22 +133,15 @@ def _heads(found: Inspection) -> str | None:
     return f"{found.n_head}{kv}{size}"
 
 
-def _weights(found: Inspection) -> str:
+def _weights(found: ModelInfo) -> str:
     types = ", ".join(f"{n} {kind}" for kind, n in found.tensor_types.items())
     return f"{human_bytes(found.weight_bytes)}; tensors: {types}"
 
 
-def _layer_table(found: Inspection) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD, title="What layers keep, K and V as f16", title_justify="left"
-    )
-    table.add_column("layers", overflow="fold", max_width=36)
-    table.add_column("cache")
-    for head in ("bytes a token", "bytes a sequence"):
-        table.add_column(head, justify="right")
+def _layer_table(found: ModelInfo) -> Table:
+    heads = ("bytes a token", "bytes a sequence")
+    table = columns_table(("layers", "cache"), heads, title="Cache by layer, K and V as f16")
+    table.columns[0].overflow, table.columns[0].max_width = "fold", 36
     for cache in found.caches:
         n = len(cache.layers)
         sizes = (n * cache.bytes_per_token, n * cache.bytes_per_sequence)
@@ -98,20 +149,14 @@ def _layer_table(found: Inspection) -> Table:
     return table
 
 
-def _kv_table(found: Inspection) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
+def _kv_table(found: ModelInfo) -> Table:
+    table = columns_table(
+        ("type",),
+        ("bytes a token", "relative to f16", f"{found.n_ctx_train} tokens", "cells that fit"),
         title="K/V cache, K and V of the same type",
-        title_justify="left",
         caption=_caption(found),
         caption_justify="left",
     )
-    table.add_column("type")
-    for head in ("bytes a token", "against f16", f"{found.n_ctx_train} tokens", "cells that fit"):
-        table.add_column(head, justify="right")
     whole = found.kv_types["f16"].bytes_per_token
     for name, kind in found.kv_types.items():
         if kind.bytes_per_token is None or whole is None:
@@ -124,7 +169,7 @@ def _kv_table(found: Inspection) -> Table:
     return table
 
 
-def _caption(found: Inspection) -> str:
+def _caption(found: ModelInfo) -> str:
     free = found.memory_available
     memory = "" if free is None else f"{human_bytes(free)} of memory is free beside the weights. "
     if all(kind.bytes_per_token is not None for kind in found.kv_types.values()):

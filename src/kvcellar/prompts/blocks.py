@@ -18,12 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.content import SequenceData, join
+from kvcellar.cache.content import SequenceData, join, n_kept
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.eviction import n_kept
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import BlockRef
@@ -139,8 +135,8 @@ class BlockFormat:
         self.fingerprint = stored_fingerprint(context, how)
         named = digest(self.fingerprint)
         self.stored_as = "" if named == digest(context.fingerprint) else named
-        parts = [part for part in parts_of(context.cache) if isinstance(part, AttentionCache)]
-        self.windows = [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
+        parts = [part for part in context.cache.parts if not part.has_states]
+        self.windows = [0 if part.keeps_every_token else part.spec.window for part in parts]
         # A cache that slides lacks rows of a block longer than its window, and one that keeps
         # everything needs them. Shorter blocks are the same wherever they come from.
         missing: list[Plain] = [

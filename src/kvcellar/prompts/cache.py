@@ -26,8 +26,7 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.transfer import is_plain, state_set
+from kvcellar.cache.transfer import state_set
 from kvcellar.errors import (
     BatchError,
     LibraryError,
@@ -175,7 +174,7 @@ class PromptCache:
             sequence.compute_pending()
             text = self._exact_blocks(sequence, [])
             n = len(text.keys)
-            if not is_plain(sequence.context.cache):
+            if not sequence.context.cache.keeps_every_token:
                 n = self._export_missing(sequence, text, exported)
             self._store_missing(text, n, self._exporter(sequence, text, exported))
             exported.check()
@@ -237,7 +236,7 @@ class PromptCache:
         self, sequence: Sequence, rest: list[int], text: Blocks, exported: Spool, most: int
     ) -> Iterator[int]:
         """Compute tokens piece by piece; export blocks of states and windows as they end."""
-        size, plain = self.block_size, is_plain(sequence.context.cache)
+        size, plain = self.block_size, sequence.context.cache.keeps_every_token
         while True:
             n = most if plain else size - len(sequence) % size
             sequence.append(piece := rest[:n])
@@ -255,7 +254,7 @@ class PromptCache:
                 try:
                     exported.add(i, text.export(sequence, i))
                 except NotSupported:
-                    states = has_states(sequence.context.cache)
+                    states = sequence.context.cache.has_states
                     mark(self._store, text.block(i), "no checkpoint" if states else "window slid")
                     return i
         return len(text.keys)
@@ -264,7 +263,7 @@ class PromptCache:
         self, sequence: Sequence, text: Blocks, exported: Spool
     ) -> Callable[[int], bytes | None]:
         """Return what exports a block: the cache, where it can at any time."""
-        if is_plain(sequence.context.cache):
+        if sequence.context.cache.keeps_every_token:
             return lambda i: text.export(sequence, i)
         return exported.get
 

@@ -227,6 +227,13 @@ _CPU: dict[str, Signature] = {
     "ggml_threadpool_resume": (None, (P,)),
 }
 
+_X86 = "avx avx2 fma f16c bmi2 avx_vnni avx512 avx512_vbmi avx512_vnni avx512_bf16 amx_int8"
+_ARM = "neon fp16_va dotprod matmul_int8 sve sme"
+CPU_FEATURES = (*_X86.split(), *_ARM.split())
+"""Instructions that ggml tells whether its build uses them."""
+
+_FEATURES: dict[str, Signature] = {f"ggml_cpu_has_{name}": (I32, ()) for name in CPU_FEATURES}
+
 _GGUF: dict[str, Signature] = {
     "gguf_init_from_file": (P, (STR, GgufInitParams)),
     "gguf_init_from_buffer": (P, (P, SIZE, GgufInitParams)),
@@ -250,7 +257,7 @@ _GGUF: dict[str, Signature] = {
 }
 
 SIGNATURES: Mapping[str, Signature] = MappingProxyType(
-    {**_CORE, **_TENSORS, **_MATH, **_BACKEND, **_CPU, **_GGUF}
+    {**_CORE, **_TENSORS, **_MATH, **_BACKEND, **_CPU, **_FEATURES, **_GGUF}
 )
 
 

@@ -87,6 +87,15 @@ def _why_too_old(version: str) -> str | None:
     return f"llvmlite {version} is too old: pip install 'llvmlite>={oldest}'"
 
 
+def host_features() -> tuple[str, ...] | None:
+    """What LLVM calls the instructions that the processor has; None without llvmlite."""
+    if why_no_llvm():
+        return None
+    import llvmlite.binding as llvm
+
+    return tuple(name for name, has in llvm.get_host_cpu_features().items() if has)
+
+
 @lru_cache(maxsize=1)
 def has_byte_products() -> bool:
     """Whether the processor adds up products of bytes, 64 at a time."""
