@@ -24,8 +24,8 @@ from kvcellar.backends.ggml.attention_nodes import AttentionNodes
 from kvcellar.backends.ggml.binding import ALL_THREADS, TYPE_F32, TYPE_I32, Ggml
 from kvcellar.backends.ggml.gguf import tensor_at
 from kvcellar.backends.ggml.inputs import Inputs, StateInputs, Target
-from kvcellar.backends.ggml.jit.lanes import FORMATS, RECORD, VALUES
 from kvcellar.backends.ggml.jit.product import Products
+from kvcellar.backends.ggml.jit.product_formats import FORMATS, RECORD, VALUES
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.states import GgmlStateStore

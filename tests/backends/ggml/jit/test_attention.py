@@ -21,7 +21,7 @@ from kvcellar.backends.ggml.jit.attention import (
     unit_sizes,
     why_no_kernel,
 )
-from kvcellar.backends.ggml.jit.attention_item import MANY, TYPES, UNIT
+from kvcellar.backends.ggml.jit.attention_shape import MANY, TYPES, UNIT
 from kvcellar.backends.ggml.jit.compiler import ENV, Processor, why_not
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.errors import AllocationError, NotSupported

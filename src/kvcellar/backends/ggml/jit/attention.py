@@ -9,11 +9,12 @@ whenever no node runs.
 from __future__ import annotations
 
 import ctypes as c
+from functools import cache
 
 import numpy as np
 
-from kvcellar.backends.ggml.jit.attention_item import MANY, PREFETCHED, TYPES, UNIT, KernelShape
-from kvcellar.backends.ggml.jit.compiler import Compiled, compile_attention, processor, why_not
+from kvcellar.backends.ggml.jit.attention_shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, processor, why_not
 from kvcellar.backends.memory import scratch
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
@@ -31,7 +32,7 @@ MAX_HEAD = 512
 
 
 class Work(c.Structure):
-    """Where the kernel finds lists and memory; ``code.WORK``."""
+    """Where the kernel finds lists and memory; ``attention_code.WORK``."""
 
     _fields_ = (
         ("cells", c.c_void_p),  # i32, of all lists
@@ -48,7 +49,7 @@ class Work(c.Structure):
 
 
 class Task(c.Structure):
-    """The user data of a node; ``code.TASK``."""
+    """The user data of a node; ``attention_code.TASK``."""
 
     _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float), ("softcap", c.c_float))
 
@@ -114,7 +115,7 @@ class AttentionKernel:
         types = (self._spec.type_k, self._spec.type_v)
         shape = KernelShape(*sizes, *types, softcap=softcap, sinks=sinks)
         self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
-        compiled = compile_attention(shape)
+        compiled = _compile(shape)
         self._kept[compiled.address] = compiled
         return compiled.address
 
@@ -174,3 +175,10 @@ def unit_sizes(lengths: Int32Array) -> Int32Array:
     while (long := lengths > most * sizes).any():
         sizes[long] *= 2
     return sizes
+
+
+@cache  # each kernel keeps its own: two threads may compile the same, and one result is dropped
+def _compile(shape: KernelShape) -> Compiled:
+    from kvcellar.backends.ggml.jit.attention_code import FUNCTION, kernel_ir
+
+    return compile_ir(str(shape), lambda triple: kernel_ir(shape, triple), FUNCTION)

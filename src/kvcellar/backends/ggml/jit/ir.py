@@ -12,6 +12,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from kvcellar.backends.ggml.binding import Tensor
+
 BYTE, HALF, F32, I32, I64 = (
     ir.IntType(8),
     ir.HalfType(),
@@ -29,6 +31,14 @@ _SMALLEST = -126.0  # the exponent of the smallest normal f32
 
 Value = Any  # an ir.Value; llvmlite has no types
 Labels = list[int]
+
+
+def custom_op(module_name: str, name: str, triple: str) -> ir.Function:
+    """An empty ``ggml_custom_op_t`` in a module of its own: ``(dst, ith, nth, task)``."""
+    module = ir.Module(module_name)
+    module.triple = triple
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, POINTER])
+    return ir.Function(module, kind, name)
 
 
 class Vectors:
@@ -223,6 +233,15 @@ class Vectors:
         module = self.b.module
         function = module.globals.get(full) or ir.Function(module, kind, full)
         return self.b.call(function, args)
+
+
+class Operand:
+    """The fields of a ``ggml_tensor`` that are used, loaded once."""
+
+    def __init__(self, x: Vectors, address: Value, n_dims: int) -> None:
+        self.data = x.scalar(POINTER, address, Tensor.data.offset)
+        self.ne = [x.scalar(I64, address, Tensor.ne.offset + 8 * i) for i in range(n_dims)]
+        self.nb = [x.scalar(I64, address, Tensor.nb.offset + 8 * i) for i in range(n_dims)]
 
 
 def _halves(lanes: int, size: int, start: int) -> Labels:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, has_byte_products, why_not
-from kvcellar.backends.ggml.jit.lanes import FORMATS, LANES, MOST, VALUES, unpacked_bytes
+from kvcellar.backends.ggml.jit.product_formats import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 from kvcellar.backends.memory import scratch
 
 _BUFFER = "products of weights"
