@@ -25,8 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import ZeroedMemory, check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError

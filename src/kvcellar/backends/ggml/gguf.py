@@ -10,31 +10,18 @@ The tensors of a GGUF file as ggml tensors that point into the mapped file.
 
 from __future__ import annotations
 
-import ctypes as c
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, Tensor
+from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, array_at
 from kvcellar.backends.ggml.library import Library, load
 from kvcellar.errors import ModelFileError, UnsupportedModel
-
-
-def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A writable view of C memory; the caller keeps the memory alive."""
-    wanted = np.dtype(dtype)
-    n_bytes = wanted.itemsize * int(np.prod(shape, dtype=np.int64))
-    raw = (c.c_uint8 * n_bytes).from_address(address)
-    view: npt.NDArray[Any] = np.frombuffer(memoryview(raw), dtype=wanted).reshape(shape)
-    return view
-
 
 _STRING, _ARRAY = 8, 9
 _DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
@@ -286,8 +273,3 @@ class GgmlWeights:
             self._api.ggml_backend_tensor_alloc(self._buffer, tensor, address)
             self._tensors[info.name] = tensor
         return self._tensors[info.name]
-
-
-def tensor_at(address: int) -> Tensor:
-    """The C structure of a tensor."""
-    return Tensor.from_address(address)

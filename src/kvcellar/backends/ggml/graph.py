@@ -19,9 +19,9 @@ import numpy as np
 from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, Target, view_of
+from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
-from kvcellar.backends.ggml.nodes import Constants
+from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available
@@ -56,7 +56,7 @@ class GraphCache:
         self._memory = memory
         self._forward = forward
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
-        self._generation = memory.generation
+        self._generations = [store.generation for store in memory.groups]
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
         self._allocator = self._api.ggml_gallocr_new(kind)
@@ -76,7 +76,7 @@ class GraphCache:
         """
         if self._allocator is None:
             raise ClosedError(f"{_BUFFER} is closed with its context")
-        if self._generation != self._memory.generation:
+        if self._generations != [store.generation for store in self._memory.groups]:
             self.invalidate()
         shape = Shape.of(plan)
         graph = self._graphs.get(shape)
@@ -91,7 +91,7 @@ class GraphCache:
     def invalidate(self) -> None:
         """Drop every graph: the tensors of a store have moved."""
         self._drop_all()
-        self._generation = self._memory.generation
+        self._generations = [store.generation for store in self._memory.groups]
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
@@ -133,10 +133,10 @@ class GraphCache:
 
     def _fill(self, context: int, n_nodes: int, plan: Plan, shape: Shape) -> Graph:
         api, specs = self._api, self._memory.specs
-        inputs = Inputs.declare(api, context, shape, specs)
         graph = api.ggml_new_graph_custom(context, n_nodes, False)
-        target = Target(api, context, graph)
-        ops = GgmlOps(target, inputs, self._memory, self._constants, plan)
+        nodes = Nodes(api, context, graph, self._constants)
+        inputs = Inputs.declare(nodes, shape, specs)
+        ops = GgmlOps(nodes, inputs, self._memory, plan)
         logits = self._forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
@@ -168,18 +168,18 @@ class GraphCache:
 
 
 class GgmlExecutor:
-    """Runs a model's forward pass over a memory. Implements ``Executor``."""
+    """Runs a model's forward pass over a memory. Implements ``Executor``.
+
+    Attributes:
+        takes_lists: for each group, whether its plans are better given with lists than with masks.
+    """
 
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
         self._compute = backend.compute
         self._kernels = memory.kernels
+        self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
         self._cache = GraphCache(backend, memory, forward)
-
-    @property
-    def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
-        return tuple(kernel is not None for kernel in self._kernels)
 
     @property
     def buffer_bytes(self) -> int:

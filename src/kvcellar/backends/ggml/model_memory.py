@@ -74,11 +74,6 @@ class GgmlMemory:
         """The shape of each group."""
         return tuple(store.spec for store in self.groups)
 
-    @property
-    def generation(self) -> tuple[int, ...]:
-        """Changes when tensors move: graphs that point at them are void then."""
-        return tuple(store.generation for store in self.groups)
-
 
 def _kernel(spec: CacheSpec, backend: GgmlBackend) -> AttentionKernel | None:
     return None if why_no_kernel(spec) else AttentionKernel(spec, backend.n_threads)

@@ -12,8 +12,7 @@ from time import perf_counter
 
 from kvcellar.backends.base import GraphTimes, OpTime
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import InitParams, Tensor
-from kvcellar.backends.ggml.gguf import tensor_at
+from kvcellar.backends.ggml.binding import InitParams, Tensor, tensor_at
 
 VIEWS = "views"
 _NO_WORK = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")

@@ -51,7 +51,3 @@ class KernelShape(NamedTuple):
     def partial_floats(self) -> int:
         """Floats of partial sums of products that a thread needs."""
         return self.group * BLOCK // QUAD * self.lanes
-
-    def thread_bytes(self, n_head_kv: int, unit: int) -> int:
-        """Bytes a thread needs: partial sums, then scores of all heads."""
-        return 4 * (self.partial_floats + n_head_kv * self.group * unit)
