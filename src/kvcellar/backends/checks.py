@@ -48,7 +48,7 @@ def check_types(spec: CacheSpec) -> None:
     """See that blocks do not cross heads, nor cells.
 
     Raises:
-        OptionError: a type whose blocks do not divide a head, or quantised V that lies across.
+        OptionError: a type whose blocks do not divide a head, or transposed V that is quantised.
     """
     for i, layer in enumerate(spec.layers):
         _check_width("type_k", spec.type_k, layer.head_dim_k, i)
