@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvcellar.backends.base import OpenMemory
+from collections.abc import Callable
+
+from kvcellar.backends.base import GraphTimes, OpenMemory
 from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.cache import AttentionCache, Cache, HybridCache
 from kvcellar.cache.hybrid import has_states, parts_of
@@ -28,8 +30,11 @@ class NoExecutor:
     def run(self, plan: Plan) -> Float32Array:
         raise AssertionError(f"nothing computes {plan}")
 
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        raise AssertionError(f"nothing is told to {watcher}")
+
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
 
 def cache_for(*layers: LayerMemory, **options: int) -> Cache:

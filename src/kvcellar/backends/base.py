@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from kvcellar.backends.operations import Forward, Weights
 from kvcellar.plan import Plan
@@ -106,24 +106,6 @@ class StateStore(Protocol):
         """Give the buffers back; every other verb raises ClosedError afterwards."""
 
 
-class Executor(Protocol):
-    """Runs one model's forward pass over one store."""
-
-    @property
-    def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
-
-    def run(self, plan: Plan) -> Float32Array:
-        """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
-
-        Raises:
-            ComputeError: the graph failed or was aborted; K/V rows of the plan are undefined.
-        """
-
-    def close(self) -> None:
-        """Give graphs and buffers back."""
-
-
 class OpTime(NamedTuple):
     """Nodes of one kind in a graph, and how long they took together."""
 
@@ -143,12 +125,29 @@ class GraphTimes(NamedTuple):
     ops: Mapping[str, OpTime]
 
 
-@runtime_checkable
-class ProfiledExecutor(Protocol):
-    """An executor that can tell where a graph's time goes."""
+class Executor(Protocol):
+    """Runs one model's forward pass over one store."""
+
+    @property
+    def takes_lists(self) -> tuple[bool, ...]:
+        """For each group, whether its plans are better given with lists than with masks."""
+
+    def run(self, plan: Plan) -> Float32Array:
+        """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
+
+        Raises:
+            ComputeError: the graph failed or was aborted; K/V rows of the plan are undefined.
+        """
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
-        """Call the watcher after every graph from now on, and compute some node by node."""
+        """Call the watcher after every graph from now on, and compute some node by node.
+
+        Raises:
+            NotSupported: the backend cannot tell where a graph's time goes.
+        """
+
+    def close(self) -> None:
+        """Free graphs and buffers."""
 
 
 class TensorBytes(NamedTuple):

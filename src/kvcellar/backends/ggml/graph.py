@@ -197,7 +197,7 @@ class GgmlExecutor:
         return graph.logits
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
-        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
+        """Tell a watcher about every graph; see ``Executor.watch``."""
         self._compute = GraphProfiler(self._backend, watcher).compute
 
     def invalidate(self) -> None:
