@@ -10,7 +10,7 @@ from kvcellar.cache import AttentionCache, Cache, HybridCache
 from kvcellar.cache.hybrid import has_states, parts_of
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.plan import Plan
 from kvcellar.runtime.context import make_cache
 from kvcellar.runtime.options import ContextOptions

@@ -19,7 +19,6 @@ from typing import Generic, Literal, TypeVar
 from kvcellar.backends.operations import Weights
 from kvcellar.errors import ModelFileError
 from kvcellar.models.attention import Attention, Fused, Projections, Separate
-from kvcellar.models.base import ModelSpec
 from kvcellar.models.blocks import (
     Block,
     Dense,
@@ -28,6 +27,7 @@ from kvcellar.models.blocks import (
     LayerNorm,
     Linear,
     Mixer,
+    ModelSpec,
     Norm,
     RmsNorm,
 )

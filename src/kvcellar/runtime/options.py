@@ -15,7 +15,7 @@ import numpy as np
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.types import (
     MAX_POSITION,
     CacheSpec,
