@@ -67,20 +67,8 @@ class Decoder(Generic[T]):
         x = self._embedding(ops)
         last = len(self._blocks) - 1
         for i, block in enumerate(self._blocks):
-            x = _applied(ops, i, block, x, i == last)
+            x = block(ops, i, x, is_last=i == last)
         return self._head(ops, x)
-
-
-def _applied(ops: Ops[T], layer: int, block: Block[T], x: T, is_last: bool) -> T:
-    """The output of a block; behind the last attention only rows whose logits are wanted go on."""
-    mixed = block.mixer(ops, layer, block.mixer_norm(ops, x))
-    if is_last:
-        x, mixed = ops.outputs(x), ops.outputs(mixed)
-    x = ops.add(_normed(ops, block.mixer_post_norm, mixed), x)
-    if block.ffn is None:
-        return x
-    y = block.ffn(ops, _normed(ops, block.ffn_norm, x))
-    return ops.add(_normed(ops, block.ffn_post_norm, y), x)
 
 
 def _normed(ops: Ops[T], norm: Norm[T] | None, x: T) -> T:
@@ -97,6 +85,17 @@ class Block(Generic[T]):
     ffn: FeedForward[T] | None = None  # None: the mixer is all there is
     mixer_post_norm: Norm[T] | None = None
     ffn_post_norm: Norm[T] | None = None
+
+    def __call__(self, ops: Ops[T], layer: int, x: T, *, is_last: bool) -> T:
+        """``[n, n_embd]`` to the same; of the last layer only rows whose logits are wanted."""
+        mixed = self.mixer(ops, layer, self.mixer_norm(ops, x))
+        if is_last:
+            x, mixed = ops.outputs(x), ops.outputs(mixed)
+        x = ops.add(_normed(ops, self.mixer_post_norm, mixed), x)
+        if self.ffn is None:
+            return x
+        y = self.ffn(ops, _normed(ops, self.ffn_norm, x))
+        return ops.add(_normed(ops, self.ffn_post_norm, y), x)
 
 
 class Mixer(Protocol[T]):

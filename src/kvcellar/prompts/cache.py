@@ -42,11 +42,12 @@ from kvcellar.errors import (
     OptionError,
     SnapshotError,
     StoreError,
+    check_range,
 )
 from kvcellar.prompts.blocks import Blocks, clean_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.options import LoadOptions, SaveOptions
 from kvcellar.runtime.saving import put_into
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack

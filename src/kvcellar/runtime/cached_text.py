@@ -31,8 +31,8 @@ from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.hybrid import parts_of
 from kvcellar.cellsets import Cells, cell_count, cells_where
-from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
-from kvcellar.runtime.options import ContextShift, check_range
+from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported, check_range
+from kvcellar.runtime.options import ContextShift
 from kvcellar.types import MAX_POSITION, Int32Array
 
 

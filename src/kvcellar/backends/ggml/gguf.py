@@ -103,11 +103,6 @@ class GgufFile:
             )
 
 
-def read_metadata(path: str | Path) -> Mapping[str, object]:
-    """The metadata of a GGUF file."""
-    return GgufFile(path).metadata
-
-
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
