@@ -1,4 +1,4 @@
-"""Every error that kvcellar raises on purpose.
+"""Every error that kvcellar raises on purpose, and the check of an argument's range.
 
 One base to catch, :class:`KVCellarError`; the tree below is the whole of it. An operation that
 raises one of these has changed nothing (invariant 5), unless its docstring says otherwise.

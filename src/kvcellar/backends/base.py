@@ -61,7 +61,7 @@ class KVStore(Protocol):
         """Copy K and V of cells ``src`` to cells ``dst`` in every layer, bit for bit."""
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate the K rows of cells by so many positions each, in every layer with RoPE."""
+        """Rotate each K row of cells by its shift, in every layer with RoPE."""
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero K and V of cells in every layer."""
@@ -70,14 +70,14 @@ class KVStore(Protocol):
         """Set every byte to zero."""
 
     def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
-        """Have so many cells: the rows of cells src lie at dst, bit for bit, all others are zero.
+        """Change to ``size`` cells: rows of cells src go to dst, bit for bit, all others are zero.
 
         Raises:
             AllocationError: the new buffers cannot be had; the store is as it was.
         """
 
     def close(self) -> None:
-        """Give the buffers back; every other verb raises ClosedError afterwards."""
+        """Free the buffers; every other verb raises ClosedError afterwards."""
 
 
 class StateStore(Protocol):
@@ -91,7 +91,7 @@ class StateStore(Protocol):
         """The shape that the store was made for."""
 
     def read(self, rows: Int64Array) -> Float32Array:
-        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
+        """The states in rows, ``[n, row_bytes / 4]``: layer by layer n_conv, then n_ssm values."""
 
     def write(self, rows: Int64Array, states: Float32Array) -> None:
         """Store states that :meth:`read` returned."""
@@ -103,7 +103,7 @@ class StateStore(Protocol):
         """Set every byte to zero."""
 
     def close(self) -> None:
-        """Give the buffers back; every other verb raises ClosedError afterwards."""
+        """Free the buffers; every other verb raises ClosedError afterwards."""
 
 
 class OpTime(NamedTuple):
@@ -230,4 +230,4 @@ class ModelFile(Protocol[T]):
         """
 
     def close(self) -> None:
-        """Give the file back; stores and executors are closed before. Twice is fine."""
+        """Close the file, after its stores and executors; closing twice is fine."""

@@ -1,4 +1,4 @@
-"""What every backend refuses: types that do not fit a cache's rows, positions, numbers of threads."""
+"""What every backend refuses: types that do not fit, unlearned positions, too many threads."""
 
 from __future__ import annotations
 

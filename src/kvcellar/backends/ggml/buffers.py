@@ -174,7 +174,7 @@ def layer_buffer_types(
     offload: bool = True,
     host: BufferType | None = None,
 ) -> tuple[BufferType, ...]:
-    """The buffer type of each layer's K and V.
+    """Choose the buffer type of each layer's K and V.
 
     Args:
         n_layers: how many layers there are.

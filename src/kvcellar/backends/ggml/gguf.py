@@ -2,10 +2,6 @@
 
 ggml's own reader parses the header. What it does not check (that the tensor data lie within the
 file, that arrays are of a sane size) is checked here, since a damaged file must give an error.
-
-Views of C memory as NumPy arrays.
-
-The tensors of a GGUF file as ggml tensors that point into the mapped file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Graphs that are built once a shape, kept, and run again with other inputs.
+"""Running a model's forward pass over a memory, by graphs that are built once a shape and kept.
 
 A graph depends on the plan's shape alone: how many tokens, sequences, cells looked at, and outputs.
 All graphs of an executor share one compute buffer; when a larger shape makes it move, the smaller
 graphs are dropped, since their tensors point into the old one. Likewise when a store is resized.
-
-Running a model's forward pass over a memory: a graph of the plan's shape, loaded, computed.
 """
 
 from __future__ import annotations
@@ -36,14 +34,46 @@ NODES_PER_LAYER = 320
 """A layer that attends, scans and mixes 32 experts with all their biases takes fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """A built and allocated graph, with NumPy views of its inputs and its logits."""
+class GgmlExecutor:
+    """Runs a model's forward pass over a memory. Implements ``Executor``.
 
-    context: int
-    graph: int
-    feeds: Feeds
-    logits: Float32Array
+    Attributes:
+        takes_lists: for each group, whether its plans are better given with lists than with masks.
+    """
+
+    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
+        self._backend = backend
+        self._compute = backend.compute
+        self._kernels = memory.kernels
+        self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
+        self._cache = GraphCache(backend, memory, forward)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the compute buffer."""
+        return self._cache.buffer_bytes
+
+    def run(self, plan: Plan) -> Float32Array:
+        """Compute a plan; see ``Executor.run``."""
+        graph = self._cache.get(plan)
+        graph.feeds.load(plan)
+        for kernel, group in zip(self._kernels, plan.groups, strict=True):
+            if kernel is not None and group.lists is not None:
+                kernel.load(group.lists)
+        self._compute(graph.graph)
+        return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``Executor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
+
+    def invalidate(self) -> None:
+        """Drop every graph; a resized store makes that happen by itself."""
+        self._cache.invalidate()
+
+    def close(self) -> None:
+        """Free graphs and buffer; closing twice is fine."""
+        self._cache.close()
 
 
 class GraphCache:
@@ -148,7 +178,7 @@ class GraphCache:
         return Graph(context, graph, feeds, empty if view is None else view)
 
     def _allocate(self, graph: int) -> None:
-        """Give a graph its memory; a buffer that has to grow moves, and drops the other graphs."""
+        """Allocate a graph; a buffer that has to grow moves, and the other graphs are dropped."""
         needed = c.c_size_t()
         self._api.ggml_gallocr_reserve_n_size(self._allocator, graph, None, None, c.byref(needed))
         if needed.value > self._n_bytes:
@@ -167,43 +197,11 @@ class GraphCache:
         self._n_bytes = n_bytes
 
 
-class GgmlExecutor:
-    """Runs a model's forward pass over a memory. Implements ``Executor``.
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A built and allocated graph, with NumPy views of its inputs and its logits."""
 
-    Attributes:
-        takes_lists: for each group, whether its plans are better given with lists than with masks.
-    """
-
-    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
-        self._backend = backend
-        self._compute = backend.compute
-        self._kernels = memory.kernels
-        self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
-        self._cache = GraphCache(backend, memory, forward)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the compute buffer."""
-        return self._cache.buffer_bytes
-
-    def run(self, plan: Plan) -> Float32Array:
-        """Compute a plan; see ``Executor.run``."""
-        graph = self._cache.get(plan)
-        graph.feeds.load(plan)
-        for kernel, group in zip(self._kernels, plan.groups, strict=True):
-            if kernel is not None and group.lists is not None:
-                kernel.load(group.lists)
-        self._compute(graph.graph)
-        return graph.logits
-
-    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
-        """Tell a watcher about every graph; see ``Executor.watch``."""
-        self._compute = GraphProfiler(self._backend, watcher).compute
-
-    def invalidate(self) -> None:
-        """Drop every graph; a resized store makes that happen by itself."""
-        self._cache.invalidate()
-
-    def close(self) -> None:
-        """Free graphs and buffer; closing twice is fine."""
-        self._cache.close()
+    context: int
+    graph: int
+    feeds: Feeds
+    logits: Float32Array

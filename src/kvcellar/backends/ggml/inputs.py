@@ -111,7 +111,7 @@ class Feeds:
 
     Args:
         inputs: their tensors.
-        specs: of each group.
+        specs: the shape of each group.
         n_positions: how many positions the model has learned, if it looks them up.
     """
 

@@ -1,8 +1,8 @@
 """A graph's time by kind of operation: every node computed alone and timed.
 
-ggml tells nobody how long a node took, so each becomes a graph of its own. What that costs (threads
-that start and meet for every node, nodes that ggml would have fused) is known by comparison: of a
-graph that is computed several times in a row, every second time is whole.
+ggml does not tell how long a node took, so each becomes a graph of its own. What that costs
+(threads that start and meet for every node, nodes that ggml would have fused) is known by
+comparison: of a graph that is computed several times in a row, every second time is whole.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def rotate_rows(
     cells: Int64Array,
     shifts: Int32Array,
 ) -> None:
-    """Rotate the K rows of cells by so many positions each, in every layer with RoPE.
+    """Rotate each K row of cells by its shift, in every layer with RoPE.
 
     Raises:
         AllocationError: the work buffer cannot be had; nothing was rotated.

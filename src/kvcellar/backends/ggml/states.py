@@ -66,7 +66,7 @@ class GgmlStateStore:
         return self._open
 
     def read(self, rows: Int64Array) -> Float32Array:
-        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
+        """The states in rows, ``[n, row_bytes / 4]``: layer by layer n_conv, then n_ssm values."""
         states = np.empty((len(rows), self.spec.row_bytes // 4), np.float32)
         for part, piece in zip(self._parts, self._split(states), strict=True):
             piece[:] = part[rows]

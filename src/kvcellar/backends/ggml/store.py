@@ -33,7 +33,7 @@ class GgmlStore:
     Args:
         spec: the shape of the cache.
         backend: what rotates K rows; without one the store cannot shift.
-        buffer_types: of each layer, see :func:`layer_buffer_types`; None: the host's.
+        buffer_types: one a layer, see :func:`layer_buffer_types`; None: the host's.
 
     Raises:
         OptionError: a type whose blocks do not divide a head.

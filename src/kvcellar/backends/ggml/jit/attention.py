@@ -1,7 +1,7 @@
-"""Attention over lists of cells: what a compiled kernel is fed with.
+"""Calling the attention kernel: which caches it can read, its lists and its memory.
 
-One instance serves all graphs of an executor. Lists, scratch memory and counters lie here and not
-in graphs, so that a graph depends on nothing that grows with a sequence; each node finds them
+One instance serves all graphs of an executor. Lists, scratch memory and counters are kept here and
+not in graphs, so that a graph depends on nothing that grows with a sequence; each node finds them
 through its task. Nodes run one after the other, so all may share them. The counters are zero
 whenever no node runs.
 """
@@ -106,7 +106,7 @@ class AttentionKernel:
     def function(
         self, layer: int, n_head: int, *, softcap: bool = False, sinks: bool = False
     ) -> int:
-        """The address of the kernel for a layer with so many query heads.
+        """The address of the kernel for a layer with ``n_head`` query heads.
 
         It reads q, K, V and, if there are any, sinks as f32: the sources of its node.
         """
@@ -134,7 +134,7 @@ class AttentionKernel:
         return c.addressof(task)
 
     def load(self, lists: CellLists) -> None:
-        """Let the next graph that is computed read these lists.
+        """Set the lists that the next graph reads.
 
         Raises:
             AllocationError: the memory that they take to work on cannot be had.
@@ -167,7 +167,7 @@ class AttentionKernel:
             setattr(self._work, field, array.ctypes.data)
 
     def _reserve(self, field: str, n: int) -> None:
-        """At least n values of four bytes for a field, zeros."""
+        """Allocate zeros for a field, at least n values of four bytes."""
         array = scratch(BUFFER, 2 * n, np.int32)
         self._arrays[field] = array
         setattr(self._work, field, array.ctypes.data)

@@ -1,6 +1,6 @@
-"""A little language of vectors and loops on top of llvmlite's IR builder.
+"""Vectors and loops on top of llvmlite's IR builder.
 
-Values are SSA values: a loop carries what changes from turn to turn. Floats are f32; half rows are
+Values are SSA values: a loop carries what changes between iterations. Floats are f32; half rows are
 widened where they are loaded. Sums are in a fixed order, so that results repeat bit for bit.
 """
 
@@ -25,7 +25,7 @@ POINTER = ir.PointerType()
 _EXP2 = [log(2.0) ** 6 / 720, log(2.0) ** 5 / 120, log(2.0) ** 4 / 24]
 _EXP2 += [log(2.0) ** 3 / 6, log(2.0) ** 2 / 2, log(2.0), 1.0]
 _TANH = [62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0]
-_SMALL = 0.25  # below it so many terms of the series of tanh are exact to half a bit
+_SMALL = 0.25  # below it these terms of the series of tanh are exact to half a bit
 _LINE = 64  # bytes that memory is read in
 _SMALLEST = -126.0  # the exponent of the smallest normal f32
 
@@ -54,7 +54,7 @@ class Vectors:
     # -- scalars and memory
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
-        """The address so many bytes further."""
+        """The address ``offset`` bytes further."""
         return self.b.gep(pointer, [self.i64(offset)], source_etype=BYTE)
 
     def i64(self, value: Value | int) -> Value:

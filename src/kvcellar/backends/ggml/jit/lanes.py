@@ -42,7 +42,7 @@ class Lanes(Vectors):
         return self._on_ints(_DOT, sums, unsigned, signed)
 
     def fifths(self, bits: Value) -> Value:
-        """Of the four lowest bits of each lane, each as the fifth of a byte."""
+        """The four lowest bits of each lane, each as the fifth bit of a byte."""
         table = ir.Constant(INTS, [I32(value) for value in _FIFTHS])
         return self._on_ints(_LOOK_UP, table, bits)
 

@@ -351,7 +351,7 @@ def _further(x: Lanes, places: Sequence[Value], offset: Value | int) -> list[Val
 
 
 def _sixteens(x: Lanes, places: Sequence[Value], start: int, n_bytes: int) -> list[Value]:
-    """So many bytes of each row, four a lane."""
+    """``n_bytes`` of each row, four a lane."""
     words = []
     for i in range(start, start + n_bytes, 16):
         words += x.turn(_further(x, places, i))
