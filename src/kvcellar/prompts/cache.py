@@ -34,11 +34,12 @@ from kvcellar.errors import (
     OptionError,
     SnapshotError,
     StoreError,
+    check_range,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.options import SaveOptions, check_range
+from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.snapshot.snapshot import SavedText

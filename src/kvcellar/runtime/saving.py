@@ -19,9 +19,9 @@ from kvcellar.backends.checks import check_types
 from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch, check_range
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.options import LoadOptions, SaveOptions
 from kvcellar.snapshot.container import read_snapshot, write_file
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import (
