@@ -1,4 +1,4 @@
-"""What a graph is built into, and the tensors it is fed through.
+"""The tensors that a graph is fed through, and what it depends on.
 
 A model need not read all of them: a graph of recurrent layers has no use for positions. ggml gives
 such a tensor no memory, and then nothing is written into it.
@@ -6,16 +6,23 @@ such a tensor no memory, and then nothing is written into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcellar.backends.checks import check_learned
-from kvcellar.backends.ggml.binding import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Ggml
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
-from kvcellar.plan import CellPlan, Plan
+from kvcellar.backends.ggml.binding import (
+    TYPE_F16,
+    TYPE_F32,
+    TYPE_I32,
+    TYPE_I64,
+    array_at,
+    tensor_at,
+)
+from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.plan import Plan
 from kvcellar.types import AnyArray, CacheSpec
 
 _DTYPES = {TYPE_F32: np.float32, TYPE_F16: np.float16, TYPE_I32: np.int32, TYPE_I64: np.int64}
@@ -25,7 +32,7 @@ class Shape(NamedTuple):
     """What a graph depends on; the key it is kept under. Rows and cells are not part of it."""
 
     n_tokens: int
-    n_kv: tuple[int, ...]  # a number a group; 0 where tokens attend over lists
+    n_kv: tuple[int, ...]  # of each group; 0 where tokens attend over lists
     n_seqs: int  # that recurrent layers tell apart, 0 where there are none
     n_outputs: int
     n_embd: int  # width of input embeddings, 0 when tokens are given
@@ -33,20 +40,11 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> Shape:
         """The shape of a plan."""
-        micro, n_kv = plan.micro, []
-        for group in plan.groups:
-            n_kv.append(group.mask.shape[1])  # noqa: PERF401 - once a token: no calls of our own
+        micro = plan.micro
         n_embd = 0 if micro.embeddings is None else micro.embeddings.shape[1]
+        n_kv = tuple([group.mask.shape[1] for group in plan.groups])
         n_seqs = 0 if plan.states is None else len(plan.states.sources)
-        return cls(len(micro.positions), tuple(n_kv), n_seqs, len(micro.outputs), n_embd)
-
-
-class Target(NamedTuple):
-    """Where nodes are built."""
-
-    api: Ggml
-    context: int
-    graph: int
+        return cls(len(micro.positions), n_kv, n_seqs, len(micro.outputs), n_embd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,14 @@ class Inputs:
     states: StateInputs | None
 
     @classmethod
-    def declare(cls, api: Ggml, context: int, shape: Shape, specs: Sequence[CacheSpec]) -> Inputs:
+    def declare(cls, nodes: Nodes, shape: Shape, specs: Sequence[CacheSpec]) -> Inputs:
         """New tensors without memory, for plans of a shape over groups of these specs."""
 
         def new(kind: int, *ne: int) -> int:
-            make: Callable[..., int] = getattr(api, f"ggml_new_tensor_{len(ne)}d")
-            tensor = make(context, kind, *ne)
-            api.ggml_set_input(tensor)
+            tensor = (
+                nodes.new_tensor_2d(kind, *ne) if len(ne) > 1 else nodes.new_tensor_1d(kind, *ne)
+            )
+            nodes.api.ggml_set_input(tensor)
             return tensor
 
         def group(spec: CacheSpec, n_kv: int) -> GroupInputs:
@@ -124,7 +123,10 @@ class Feeds:
         self._embeddings = view_of(inputs.embeddings, 2)
         self._positions = view_of(inputs.positions, 1)
         self._outputs = view_of(inputs.outputs, 1)
-        self._groups = [_GroupFeeds(*each) for each in zip(inputs.groups, specs, strict=True)]
+        self._cells = [view_of(group.cells, 1) for group in inputs.groups]
+        self._masks = [view_of(group.mask, 2) for group in inputs.groups]
+        self._channels = [view_of(group.channels, 1) for group in inputs.groups]
+        self._starts = [np.arange(transposed_width(s), dtype=np.int64) * s.size for s in specs]
         states = inputs.states
         self._sources = None if states is None else view_of(states.sources, 1)
         self._targets = None if states is None else view_of(states.targets, 1)
@@ -137,40 +139,26 @@ class Feeds:
         Raises:
             PositionError: the model has not learned a position; ggml would abort the process.
         """
-        micro = plan.micro
+        micro, states = plan.micro, plan.states
         if self._n_positions is not None:
             check_learned(micro.positions, self._n_positions)
-        if self._tokens is not None and micro.tokens is not None:
-            self._tokens[:] = micro.tokens
-        if self._embeddings is not None and micro.embeddings is not None:
-            self._embeddings[:] = micro.embeddings
-        if self._positions is not None:
-            self._positions[:] = micro.positions
-        if self._outputs is not None:
-            self._outputs[:] = micro.outputs
-        for feeds, cells in zip(self._groups, plan.groups, strict=True):
-            feeds.load(cells)
-        if self._sources is not None and plan.states is not None:
-            self._sources[:] = plan.states.sources
-        if self._targets is not None and plan.states is not None:
-            self._targets[:] = plan.states.targets
-
-
-class _GroupFeeds:
-    def __init__(self, inputs: GroupInputs, spec: CacheSpec) -> None:
-        self._cells = view_of(inputs.cells, 1)
-        self._channels = view_of(inputs.channels, 1)
-        self._mask = view_of(inputs.mask, 2)
-        self._starts = np.arange(transposed_width(spec), dtype=np.int64) * spec.size
-
-    def load(self, plan: CellPlan) -> None:
-        if self._cells is not None:
-            self._cells[:] = plan.cells
-        if self._mask is not None:
-            self._mask[:] = plan.mask
-        if self._channels is not None:
-            out = self._channels.reshape(len(plan.cells), -1)
-            np.add.outer(plan.cells, self._starts, out=out)
+        pairs: list[tuple[AnyArray | None, AnyArray | None]] = [
+            (self._tokens, micro.tokens),
+            (self._embeddings, micro.embeddings),
+            (self._positions, micro.positions),
+            (self._outputs, micro.outputs),
+        ]
+        for i, group in enumerate(plan.groups):
+            pairs += (self._cells[i], group.cells), (self._masks[i], group.mask)
+            channels = self._channels[i]
+            if channels is not None:
+                out = channels.reshape(len(group.cells), -1)
+                np.add.outer(group.cells, self._starts[i], out=out)
+        if states is not None:
+            pairs += (self._sources, states.sources), (self._targets, states.targets)
+        for view, values in pairs:
+            if view is not None and values is not None:
+                view[:] = values
 
 
 def transposed_width(spec: CacheSpec) -> int:

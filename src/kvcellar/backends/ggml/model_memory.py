@@ -1,4 +1,4 @@
-"""All that one context keeps in ggml buffers, and where each layer of the model finds its part."""
+"""What one context stores in ggml buffers, and where each layer of the model finds its part."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GgmlMemory:
     Attributes:
         groups: K and V.
         states: of recurrent layers, where there are any.
-        places: where each layer of the model keeps what it keeps.
-        kernels: of each group; None where tokens attend through masks alone.
+        places: where each layer of the model stores what it stores.
+        kernels: one a group; None where tokens attend through masks alone.
         products: what computes some products in ggml's place, if anything does.
     """
 
