@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.runtime.llama_files import save_llama_file
+from kvcellar.runtime.context import save_llama_file
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.llama.layout import Generation
 from tests.cli.helpers import Invoke

@@ -90,19 +90,29 @@ def state_set(
         NotSupported: it is a piece and the cache has states or windows, or those are to be added
             to a sequence that is not empty.
     """
-    _check_distinct(seq_ids)
     parts = parts_of(cache)
     check_content(content, [part.store.spec for part in parts if isinstance(part, _PORTS)])
+    with cache.transaction():
+        put_content(cache, content, seq_ids, shift=shift)
+
+
+def put_content(
+    cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
+) -> None:
+    """Put content into sequences that was checked; the caller takes back what fails half way.
+
+    Arguments and errors are those of :func:`state_set`.
+    """
+    _check_distinct(seq_ids)
     if len(seq_ids) != content.n_seqs:
         raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     _check_targets(cache, content, seq_ids, shift)
     groups = iter(content.groups)
-    with cache.transaction():
-        for part in parts:
-            if isinstance(part, AttentionCache):
-                part.import_(next(groups), seq_ids, shift)
-            elif isinstance(part, RecurrentCache) and content.states is not None:
-                part.import_(content.states, seq_ids, shift)
+    for part in parts_of(cache):
+        if isinstance(part, AttentionCache):
+            part.import_(next(groups), seq_ids, shift)
+        elif isinstance(part, RecurrentCache) and content.states is not None:
+            part.import_(content.states, seq_ids, shift)
 
 
 _PORTS = (AttentionCache, RecurrentCache)

@@ -122,7 +122,7 @@ class Blocks:
     ) -> None:
         self.tokens = tokens
         self._context, self._size, self._how = context, size, how
-        self._fingerprint = stored_fingerprint(context, how)
+        self._fingerprint = stored_fingerprint(context.facts, how)
         stored_as = digest(self._fingerprint)
         self.stored_as = "" if stored_as == digest(context.fingerprint) else stored_as
         # Of a block longer than its window, a cache that slides has not all rows; one that keeps
@@ -157,7 +157,7 @@ class Blocks:
         ids = [sequence.seq_id]
         content = state_get(context.cache, ids, start, start + self._size, checkpoints=False)
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        packed = to_arrays(stored(context, snapshot, self._how))
+        packed = to_arrays(stored(context.facts, snapshot, self._how))
         return to_bytes(packed, compress=self._how.compress)
 
     def read(self, i: int, value: Buffer) -> SequenceData:
@@ -179,7 +179,7 @@ class Blocks:
         """What blocks from the first one on make up, in the types of the context."""
         context = self._context
         joined = join(pieces, _windows(context.cache))
-        snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
+        snapshot = Snapshot(self._fingerprint, joined, (SavedText(stored_as=self.stored_as),))
         return converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
 
     def _tokens_of(self, i: int) -> list[int]:

@@ -47,7 +47,7 @@ from kvcellar.prompts.blocks import Blocks, clean_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
-from kvcellar.runtime.saving import put_into
+from kvcellar.runtime.saving import prepare
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.stores.base import Store
@@ -255,8 +255,8 @@ class PromptCache:
         sequence.stored_as = ""
         pieces, why = self._find(text)
         if pieces:
-            put_into(sequence.context, text.whole(pieces), [sequence], LoadOptions())
-            sequence.stored_as = text.stored_as
+            context = sequence.context
+            context.put(prepare(context.facts, text.whole(pieces), LoadOptions()), [sequence])
         return CacheHit(len(text.tokens), len(sequence), why)
 
     def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:

@@ -28,7 +28,7 @@ from safetensors.numpy import save, save_file
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays
+from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays, to_arrays
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
 
@@ -274,6 +274,11 @@ def read_snapshot(path: str | Path) -> Snapshot:
         LibraryError: it is compressed by a library that is not installed.
     """
     return from_arrays(read_file(Path(path)))
+
+
+def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> int:
+    """Write a snapshot to a file; return its bytes. Raises as :func:`write_file` does."""
+    return write_file(Path(path), to_arrays(snapshot), compress=compress)
 
 
 def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
