@@ -10,6 +10,7 @@ Threads that share a context take turns: one call at a time, on whichever of its
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from pathlib import Path
@@ -411,6 +412,30 @@ class Sequence:
         state = "closed" if self._closed else f"{len(self)} tokens"
         return f"<Sequence {self.seq_id}: {state}>"
 
+    # -- former names, for one release
+
+    @property
+    def tainted(self) -> int | None:
+        """Deprecated name of :attr:`inexact_from`."""
+        _warn_renamed("tainted", "inexact_from")
+        return self.inexact_from
+
+    @property
+    def rounded(self) -> str:
+        """Deprecated name of :attr:`stored_as`."""
+        _warn_renamed("rounded", "stored_as")
+        return self.stored_as
+
+    @rounded.setter
+    def rounded(self, name: str) -> None:
+        _warn_renamed("rounded", "stored_as")
+        self.stored_as = name
+
+    def compute_waiting(self) -> None:
+        """Call :meth:`compute_pending`, by its deprecated name."""
+        _warn_renamed("compute_waiting", "compute_pending")
+        self.compute_pending()
+
     # -- what contexts and prompt caches need
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
@@ -494,3 +519,8 @@ class Sequence:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"sequence {self.seq_id} is closed")
+
+
+def _warn_renamed(former: str, name: str) -> None:
+    what = f"Sequence.{former} is now Sequence.{name}; the former name goes with the next release"
+    warnings.warn(what, DeprecationWarning, stacklevel=3)
