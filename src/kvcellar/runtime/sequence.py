@@ -93,7 +93,7 @@ class Sequence:
     def __len__(self) -> int:
         """How many tokens it has."""
         self._check_open()
-        return self.context.cache.seq_count(self.seq_id) + len(self._state.pending)
+        return self.context.cache.seq_count(self.seq_id) + len(self._state.pending.tokens)
 
     @property
     @synchronized
@@ -104,7 +104,7 @@ class Sequence:
             OptionError: the sequence is empty.
         """
         self._check_open()
-        if not self._state.pending:
+        if not self._state.pending.tokens:
             if (logits := self._known_logits()) is not None:
                 return logits
             text = self._fetch()
@@ -164,7 +164,7 @@ class Sequence:
     def compute_pending(self) -> None:
         """Compute the tokens that are not computed yet, if there are any."""
         self._check_open()
-        if self._state.pending:
+        if self._state.pending.tokens:
             self._compute(self._state.pending)
 
     @synchronized
