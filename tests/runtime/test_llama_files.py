@@ -23,7 +23,7 @@ from kvcellar.errors import (
 )
 from kvcellar.runtime.context import Context, save_llama_file
 from kvcellar.runtime.model import Model
-from kvcellar.snapshot.llama.layout import Generation
+from kvcellar.snapshot.llama.layout import FileGeneration
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.writer import file_pieces
@@ -92,7 +92,7 @@ def test_what_is_restored_can_be_edited(shared: Path, path: Path) -> None:
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_v_may_lie_either_way_in_file_and_cache(
-    shared: Path, path: Path, generation: Generation, across: bool, flash_attn: bool
+    shared: Path, path: Path, generation: FileGeneration, across: bool, flash_attn: bool
 ) -> None:
     with opened(shared, "llama-dense", flash_attn=flash_attn, kernel=False) as context:
         sequence = context.sequence(text(1, 20))
@@ -253,7 +253,7 @@ def test_golden_files_go_on_as_recorded(
 @pytest.mark.model
 @pytest.mark.parametrize(("generation", "kind"), GOLDEN)
 def test_golden_files_are_written_as_they_were(
-    shared: Path, smollm2_path: Path, generation: Generation, kind: str, path: Path
+    shared: Path, smollm2_path: Path, generation: FileGeneration, kind: str, path: Path
 ) -> None:
     wanted = (shared / "golden" / f"smollm2-48.{generation}.{kind}.bin").read_bytes()
     path.write_bytes(wanted)

@@ -32,7 +32,7 @@ from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import to_arrays
-from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
+from kvcellar.snapshot.snapshot import Json, SavedText, Snapshot, converted, digest
 from kvcellar.stores.base import Buffer, Note
 from kvcellar.types import CacheSpec, StateSpec
 
@@ -127,7 +127,7 @@ class Blocks:
         self.stored_as = "" if stored_as == digest(context.fingerprint) else stored_as
         # Of a block longer than its window, a cache that slides has not all rows; one that keeps
         # everything cannot be filled by it. Shorter ones are the same wherever they come from.
-        missing: list[Plain] = [
+        missing: list[Json] = [
             window if window and n_kept(window) < size else 0 for window in _windows(context.cache)
         ]
         self._is_complete = not any(missing)

@@ -57,8 +57,8 @@ from kvcellar.runtime.saving import (
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import read_snapshot, write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
-from kvcellar.snapshot.llama.layout import Generation, Kind
-from kvcellar.snapshot.snapshot import Plain, fingerprint
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind
+from kvcellar.snapshot.snapshot import Json, fingerprint
 from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Context:
         )
 
     @cached_property
-    def fingerprint(self) -> Mapping[str, Plain]:
+    def fingerprint(self) -> Mapping[str, Json]:
         """What a snapshot has to share with this context; hashes the weights of a new file."""
         model = self.model
         return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
@@ -394,7 +394,7 @@ class Context:
 def save_llama_file(
     source: Context | Sequence,
     path: str | Path,
-    generation: Generation = "2026-10",
+    generation: FileGeneration = "2026-10",
     *,
     v_trans: bool = False,
 ) -> None:

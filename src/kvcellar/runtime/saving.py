@@ -22,7 +22,7 @@ from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
 from kvcellar.snapshot.container import read_snapshot
 from kvcellar.snapshot.snapshot import (
     Convert,
-    Plain,
+    Json,
     SavedText,
     Snapshot,
     check_same,
@@ -47,7 +47,7 @@ class ContextFacts:
 
     cache: Cache
     memory_spec: MemorySpec
-    fingerprint: Mapping[str, Plain]
+    fingerprint: Mapping[str, Json]
     convert_rows: Convert
     n_vocab: int
 
@@ -133,7 +133,7 @@ def stored(facts: ContextFacts, snapshot: Snapshot, options: SaveOptions) -> Sna
     return replace(other, texts=texts)
 
 
-def stored_fingerprint(facts: ContextFacts, options: SaveOptions) -> Mapping[str, Plain]:
+def stored_fingerprint(facts: ContextFacts, options: SaveOptions) -> Mapping[str, Json]:
     """Return the fingerprint that :func:`stored` gives a snapshot."""
     if options.types == (None, None):
         return facts.fingerprint
