@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Transaction
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
-from kvcellar.cache.transaction import Undoable
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
@@ -65,7 +64,7 @@ class Edits(RuleBasedStateMachine):
     def start(self) -> None:
         self.cache = self.make()
         self.text: list[Text] = [[] for _ in range(N_SEQ)]
-        self.open: list[tuple[Undoable, list[Text]]] = []
+        self.open: list[tuple[Transaction, list[Text]]] = []
         self.next_token = 100
 
     # -- decoding

@@ -12,7 +12,7 @@ from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.hybrid import HybridCache, parts_of
+from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     AllocationError,
@@ -160,7 +160,7 @@ def assert_usable(cache: Cache) -> None:
     """No row that a failure spoilt is met by what comes next."""
     for seq in range(N_SEQ):
         put(cache, seq, 1)
-    for part in parts_of(cache):
+    for part in cache.parts:
         part.check()
         if isinstance(part, AttentionCache):
             assert isinstance(part.store, SignatureStore)
@@ -190,7 +190,7 @@ def test_rows_that_a_failure_left_are_wiped_only_if_they_were_known() -> None:
     target, content = prepared("fw")
     part = target.parts[0]
     assert isinstance(part, AttentionCache)
-    part._upkeep.mark = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
+    part._sync.mark = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
     failing_of(target, 0).after = 0
     with pytest.raises(MemoryError):
         state_set(target, content, [0, 1])

@@ -49,7 +49,7 @@ class Recurrent:
         placements = [cache.take(micros) for cache in self.caches]
         logits: dict[int, Float32Array] = {}
         for i, micro in enumerate(micros):
-            groups = tuple(placement.plan(i, None, False) for placement in placements)
+            groups = tuple(placement.groups[0].plan(i, None, False) for placement in placements)
             plan = Plan(micro, groups, self._plan_states(micro))
             wanted = micro.rows[micro.outputs].tolist()
             logits.update(zip(wanted, self.memory.executor.run(plan).copy(), strict=True))

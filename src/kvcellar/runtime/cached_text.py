@@ -2,8 +2,7 @@
 
 Tokens are counted from the start of the text and turned into positions here; cells are changed by
 llama.cpp's verbs. An edit fetches tokens and positions once, and is done as a whole or not at all
-(invariant 5): over a plain attention cache, whatever could make the second of two verbs fail is
-tried before the first; over any other, both happen within a transaction.
+(invariant 5).
 
 Not every cache can drop any token: a state can only be exchanged for an older one, what has left a
 window is gone, and some K rows cannot be rotated. Then the text goes back to where the cache can,
@@ -20,11 +19,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cellsets import Cells, cell_count, cells_where
-from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
+from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.runtime.options import ContextShift, check_range
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array
 
@@ -240,7 +236,8 @@ class CachedText:
             self.end if is_last else int(at[stop]),
             0 if is_last else closed,
         )
-        if self._remove_in_place(p0, p1, closed):
+        remove = self.cache.seq_cut if closed else self.cache.seq_rm
+        if remove(self.seq_id, p0, p1):
             end = state.self_extended_end
             state = state._replace(
                 pending=pending,
@@ -256,26 +253,6 @@ class CachedText:
         n_left = start - len(state.pending)
         pending = pending.prepended(PendingTokens(tokens[stop:], (at[stop:] - closed).tolist()))
         return state._replace(pending=pending.prepended(state.pending)), at[:n_left]
-
-    def _remove_in_place(self, p0: int, p1: int, closed: int) -> bool:
-        """Remove positions and close the gap; False if the cache cannot."""
-        cache, seq_id = self.cache, self.seq_id
-        if not closed:
-            return cache.seq_rm(seq_id, p0, p1)
-        if not cache.can_shift:
-            return False
-        if type(cache) is AttentionCache:
-            table = cache.table
-            doomed, moving = (table.select(seq_id, *part) for part in ((p0, p1), (p1, -1)))
-            require_moving(cache, moving, doomed)
-            cache.seq_rm(seq_id, p0, p1)
-            cache.seq_add(seq_id, p1, -1, -closed)
-            return True
-        with cache.transaction():
-            if not cache.seq_rm(seq_id, p0, p1):
-                return False
-            cache.seq_add(seq_id, p1, -1, -closed)
-        return True
 
     def shift_span(self, shift: ContextShift) -> tuple[int, int]:
         """Return which tokens a context shift discards; those computed before count as computed."""
@@ -301,20 +278,10 @@ class CachedText:
         if n_pending <= free and pending.end(self.end) <= n_max:
             return None
         start, stop = self.shift_span(shift)
-        if n_pending > free and not self._makes_room(start, stop):
+        if n_pending > free and not self.cache.makes_room(self.seq_id, start, stop):
             hint = "a context shift would free none: other sequences or a transaction keep them"
             raise CacheFull(n_pending, free, hint)
         return start, stop
-
-    def _makes_room(self, start: int, stop: int) -> bool:
-        """Whether removing tokens leaves fewer to compute, or more room for them."""
-        cache, n_held = parts_of(self.cache)[0], len(self.tokens)
-        if stop > n_held or not isinstance(cache, AttentionCache):
-            return True
-        cells = cache.table.cells_of(self.seq_id)
-        if cache is self.cache and cache.can_shift:
-            return n_freed(cache, cells[start:stop]) > n_copies(cache, cells[stop:])
-        return n_freed(cache, cells[start:]) > n_held - stop
 
     def self_extend(self, group: int, width: int) -> TextState:
         """Divide the positions of every whole window behind those that were divided before.
@@ -326,7 +293,7 @@ class CachedText:
         check_range("group", group, 1, MAX_POSITION)
         if check_range("width", width, 1, MAX_POSITION) % group:
             raise OptionError(f"width={width}: must be a multiple of group={group}")
-        if any(type(part) is not AttentionCache for part in parts_of(self.cache)):
+        if not self.cache.keeps_every_token:
             raise NotSupported(
                 "self_extend: states and windows that slid have no positions to divide; it needs "
                 "a model that attends in every layer, with swa_full=True if some have windows"
@@ -340,13 +307,8 @@ class CachedText:
         highest = self.end + (group - 1) * (end + n_windows * width // group)
         if highest >= MAX_POSITION:
             raise OptionError(f"group={group}: positions would pass the largest one on the way")
-        if type(self.cache) is AttentionCache:
-            moving = self.cache.table.select(self.seq_id, max(end, 1), -1)
-            require_moving(self.cache, moving)
+        with self.cache.transaction():
             end = self._divide(group, width, n_windows)
-        else:
-            with self.cache.transaction():
-                end = self._divide(group, width, n_windows)
         at = self.cache.seq_positions(self.seq_id)
         known = tuple(self.tokens[: int(np.searchsorted(at, end))])
         state = state._replace(self_extended=known, self_extended_end=end)
@@ -365,31 +327,3 @@ class CachedText:
             start += width // group
             cache.seq_add(seq_id, behind, -1, start - behind)
         return start
-
-
-def n_freed(cache: AttentionCache, cells: Cells) -> int:
-    """How many cells dropping these would make free to be filled."""
-    table = cache.table
-    if table.reserved is not None:
-        cells = cells_where(cells, ~table.reserved[cells])
-    return cell_count(cells) - cell_count(table.shared(cells))
-
-
-def n_copies(cache: AttentionCache, cells: Cells) -> int:
-    """How many cells moving these would take: shared ones are copied."""
-    return 0 if cache.on_shared == "move" else cell_count(cache.table.shared(cells))
-
-
-def require_moving(cache: AttentionCache, cells: Cells, doomed: Cells | None = None) -> None:
-    """Raise unless these cells can be moved once the doomed ones have been given up."""
-    if not cache.can_shift:
-        raise ShiftUnsupported(
-            "positions would have to move, but the K rows of this cache cannot be rotated: "
-            'remove(…, gap="keep") leaves them, or decode the tokens again'
-        )
-    needed = n_copies(cache, cells)
-    if needed and not cache.store.can_copy:
-        raise NotSupported("moving shared cells needs a store that can copy cells")
-    free = cache.n_free() + (0 if doomed is None else n_freed(cache, doomed))
-    if needed > free:
-        raise CacheFull(needed, free, "cells shared with others have to be copied to move")

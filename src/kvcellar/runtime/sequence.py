@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvcellar.batch import Batch
-from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.transaction import Undo
+from kvcellar.cache.base import Undo
 from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
 from kvcellar.runtime.generation import FinishReason, Generation
@@ -264,7 +263,7 @@ class Sequence:
         start = check_range("start", start, 0, stop)
         if gap not in ("close", "keep"):
             raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
-        if gap == "keep" and start < stop < len(text) and has_states(text.cache):
+        if gap == "keep" and start < stop < len(text) and text.cache.has_states:
             raise NotSupported(
                 'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
                 'other; use gap="close"'

@@ -20,9 +20,8 @@ import numpy as np
 from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import OnShared
+from kvcellar.cache.base import OnShared, Transaction
 from kvcellar.cache.placement import Placement
-from kvcellar.cache.transaction import Transaction
 from kvcellar.errors import (
     AllocationError,
     BatchError,

@@ -12,9 +12,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy, Transaction
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
-from kvcellar.cache.transaction import Undoable
 from kvcellar.errors import BatchError, CacheFull, KVCellarError, PositionError
 from kvcellar.testing.duel import Interrupted
 from kvcellar.testing.naive_recurrent import NaiveStates
@@ -37,7 +36,7 @@ class RecurrentDuel:
         self.store = HistoryStore(n_rows or state_rows(N_SEQ, limit), N_SEQ)
         self.cache = RecurrentCache(self.store, CheckpointPolicy(CheckpointBudget(limit), every))
         self.naive = NaiveStates(limit, every)
-        self.open: list[tuple[Undoable, NaiveStates]] = []
+        self.open: list[tuple[Transaction, NaiveStates]] = []
         self._scarce = n_rows is not None
         self._tokens = itertools.count(100)
 

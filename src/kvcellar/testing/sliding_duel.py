@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import CheckpointBudget
+from kvcellar.cache.base import CheckpointBudget, Transaction
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.cache.transaction import Transaction
 from kvcellar.cellsets import cell_count
 from kvcellar.errors import CacheError, CacheFull
 from kvcellar.plan import Plan
@@ -243,7 +242,7 @@ class SlidingDuel:
     def state(self) -> tuple[object, ...]:
         """All that a failed operation must leave as it was."""
         evicted = [
-            (self.cache.seq_evicted(s).tolist(), self.cache.seq_slid_positions(s).tolist())
+            (self.cache.seq_evicted(s).tolist(), self.cache.seq_evicted_positions(s).tolist())
             for s in range(N_SEQ)
         ]
         return (*snapshot(self.cache, only_used=True), evicted)
@@ -253,7 +252,7 @@ class SlidingDuel:
         self.cache.check()
         table = self.cache.table
         for seq, text in enumerate(self.texts.texts):
-            held, evicted = self.cache.seq_positions(seq), self.cache.seq_slid_positions(seq)
+            held, evicted = self.cache.seq_positions(seq), self.cache.seq_evicted_positions(seq)
             assert [*evicted, *held] == [entry.pos for entry in text]
             tokens = [*self.cache.seq_evicted(seq), *self.cache.seq_tokens(seq)]
             assert tokens == [entry.token for entry in text]
