@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """Where sequences of one model live and are computed; made by :meth:`Model.context`.
+    """The cache of one model, its sequences and what computes them; made by :meth:`Model.context`.
 
     Calls from several threads take turns, those on its sequences too; :meth:`exclusive` makes
     several calls one. ``cache`` knows no threads: use it inside :meth:`exclusive`.
@@ -79,7 +79,7 @@ class Context:
 
     Raises:
         OptionError: an option outside its range.
-        AllocationError: the K/V buffer cannot be had; nothing is left behind.
+        AllocationError: the K/V buffer cannot be allocated; nothing is left behind.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -117,7 +117,7 @@ class Context:
             return tuple(self._sequences[i] for i in sorted(self._sequences))
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
-        """A new sequence, with a prompt computed into it if one is given.
+        """Make a new sequence, with a prompt computed into it if one is given.
 
         Raises:
             SequenceIdError: all ``n_seq_max`` ids are taken.
@@ -141,9 +141,9 @@ class Context:
         return sequence
 
     def decode(self, batch: Batch) -> Float32Array:
-        """Compute a batch: K and V are written, the logits asked for are returned.
+        """Compute a batch: write K and V, return the logits asked for.
 
-        Positions that the batch leaves open follow what each sequence holds. If anything fails,
+        Positions that the batch leaves open follow what each sequence has. If anything fails,
         Ctrl-C included, the cells placed for the batch are released.
 
         Returns:
@@ -161,15 +161,15 @@ class Context:
             return self._decode(batch)
 
     def resize(self, n_ctx: int) -> None:
-        """Have so many cells, while sequences live: none of them notices.
+        """Change the number of cells, whatever sequences are open; they stay as they are.
 
-        A smaller cache is compacted if what is held would not fit otherwise. Old and new buffers
+        A smaller cache is compacted if used cells would not fit otherwise. Old and new buffers
         exist side by side for a moment.
 
         Raises:
             OptionError: ``n_ctx`` outside its range.
             CacheFull: more cells are used; nothing has changed.
-            AllocationError: the new buffers cannot be had; nothing has changed.
+            AllocationError: the new buffers cannot be allocated; nothing has changed.
             CacheError: a transaction is open.
         """
         with self._lock:
@@ -177,7 +177,7 @@ class Context:
             self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
-        """What ``cache.view`` gives, knowing the tokens' texts where the model has a tokenizer."""
+        """Return ``cache.view`` with the tokens' texts where the model has a tokenizer."""
         with self._lock:
             view = self.cache.view(n_seq_max)
         tokenizer = self.model.tokenizer
@@ -188,7 +188,7 @@ class Context:
 
     @cached_property
     def facts(self) -> ContextFacts:
-        """What saving and loading have to know; needs the fingerprint."""
+        """What saving and loading need of this context, the fingerprint included."""
         model = self.model
         return ContextFacts(
             self.cache,
@@ -214,7 +214,7 @@ class Context:
         compress: bool = False,
         checkpoints: bool = True,
     ) -> int:
-        """Write sequences (None: all, by id) to a file, shared cells once; returns its bytes.
+        """Write sequences (None: all, by id) to a file, shared cells once; return its bytes.
 
         The other arguments, and errors, are those of :meth:`Sequence.save`.
         """
@@ -240,10 +240,10 @@ class Context:
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """A new sequence with what a file of one holds; it goes on with exactly the same logits.
+        """Load a file of one sequence into a new one; it goes on with exactly the same logits.
 
-        It may come from a context of another size, with other sequences, other cells, and V the
-        other way. Whatever goes wrong, this context is as it was.
+        The file may come from a context of another size, with other sequences, in other cells, with
+        V transposed or not. If anything fails, this context is unchanged.
 
         Args:
             path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
@@ -264,7 +264,7 @@ class Context:
             return self._load(path, options, single=True)[0]
 
     def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
-        """New sequences with all that a file holds, or none; see :meth:`load`."""
+        """Load all sequences of a file into new ones, or none; see :meth:`load`."""
         with self._lock:
             self.check_open()
             return tuple(self._load(path, LoadOptions(convert=convert), single=False))
@@ -287,31 +287,15 @@ class Context:
                 if ready.n_dropped:
                     sequence.trim(ready.n_dropped)
 
-    @contextmanager
-    def new_sequences(self, n: int) -> Iterator[list[Sequence]]:
-        """Make ``n`` empty sequences for a ``with`` block; close them if it raises.
-
-        Raises:
-            SequenceIdError: fewer than ``n`` ids are left.
-        """
-        made: list[Sequence] = []
-        try:
-            made.extend(self.sequence() for _ in range(n))
-            yield made
-        except BaseException:
-            for sequence in made:
-                sequence.close()
-            raise
-
     def exclusive(self) -> AbstractContextManager[object]:
-        """Hold off other threads for the length of a ``with`` block, to do several calls as one."""
+        """Hold off other threads for the length of a ``with`` block, to make several calls one."""
         return self._lock
 
     def start_profile(self) -> Profile:
-        """Record from now on where the time goes; decoding becomes slower by that.
+        """Record from now on where the time goes, which makes decoding slower.
 
         Raises:
-            NotSupported: the backend cannot tell.
+            NotSupported: the backend has no profile.
         """
         with self._lock:
             self.check_open()
@@ -327,7 +311,7 @@ class Context:
             heapq.heappush(self._free_ids, sequence.seq_id)
 
     def close(self) -> None:
-        """Free graphs, K and V; open sequences are of no use afterwards. Twice is fine."""
+        """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
             if self._closed:
                 return
@@ -352,7 +336,7 @@ class Context:
             raise ClosedError("the context is closed")
 
     def _load(self, path: str | Path, options: LoadOptions, *, single: bool) -> list[Sequence]:
-        """New sequences with what a file holds, none of them if anything fails."""
+        """Load a file into new sequences; if anything fails, there are none."""
         if is_llama_file(path):
             if options != LoadOptions(convert=options.convert):
                 raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
@@ -363,8 +347,14 @@ class Context:
         else:
             snapshot = read_single(path) if single else read_snapshot(path)
             ready = prepare(self.facts, snapshot, options)
-        with self.new_sequences(ready.content.n_seqs) as made:
+        made: list[Sequence] = []
+        try:
+            made.extend(self.sequence() for _ in range(ready.content.n_seqs))
             self.put(ready, made)
+        except BaseException:
+            for sequence in made:
+                sequence.close()
+            raise
         return made
 
     def _decode(self, batch: Batch) -> Float32Array:
@@ -432,7 +422,7 @@ def save_llama_file(
 
 
 def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
-    """What puts a context's sequences back as they are now."""
+    """Return what puts a context's sequences back as they are now."""
     kept, kept_ids = dict(sequences), list(free_ids)
     undos = [sequence.remember() for sequence in kept.values()]
 
@@ -440,7 +430,7 @@ def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> U
         made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
         sequences.clear()
         for sequence in made:
-            sequence.close()  # no longer known, so no cell is touched
+            sequence.close()  # the context no longer has it, so no cell is touched
         sequences.update(kept)
         free_ids[:] = kept_ids
         for restore in undos:
@@ -450,7 +440,7 @@ def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> U
 
 
 def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
-    """The cache over the stores of a memory of that shape, made for so many tokens.
+    """Make the cache over the stores of a memory of that shape, for ``n_ctx`` tokens.
 
     A part that is the only one is used as it is, so models of one kind pay for no other.
     """
@@ -468,7 +458,7 @@ def _make_group(
     spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
 ) -> AttentionCache:
     threshold = options.defrag_threshold
-    if spec.size == n_ctx:  # nothing ever has to make room
+    if spec.size == n_ctx:  # every token fits, so nothing is evicted
         return AttentionCache(spec, store, defrag_threshold=threshold)
     budget = CheckpointBudget(*options.checkpoint_budget)
     return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)
@@ -506,7 +496,7 @@ class Timings:
 
     @property
     def prefill_rate(self) -> float:
-        """Prefilled tokens a second, 0 before the first."""
+        """Prefilled tokens a second; 0 before the first."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
 
     @property
@@ -516,13 +506,13 @@ class Timings:
 
     @property
     def overhead_seconds(self) -> float:
-        """Time outside the graphs, a call of decode."""
+        """Seconds outside the graphs per call of decode."""
         total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
         return total / self.n_decodes if self.n_decodes else 0.0
 
 
 def _checked_copy(logits: Float32Array) -> Float32Array:
-    """A copy that outlives the graph's buffer; NaN or infinity never leaves."""
+    """Return a copy that outlives the graph's buffer; refuse NaN and infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = logits.sum()  # finite only if every term is
     if not np.isfinite(total) and not np.isfinite(logits).all():

@@ -57,7 +57,7 @@ class Generation:
         sequence.finish_reason = None
 
     def __iter__(self) -> Iterator[str]:
-        """The text, in pieces of whole characters."""
+        """Yield the text, in pieces of whole characters."""
         detokenizer = self._tokenizer.detokenizer(continuing=True)
         detokenize = self._timed("detokenising", detokenizer.push)
         for token in self._tokens():
@@ -158,7 +158,7 @@ def _beginning_at(text: str, stop: str) -> int:
 
 
 def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:
-    """The options with single fields replaced; greedy is the default.
+    """Return the options with single fields replaced; greedy is the default.
 
     Raises:
         OptionError: no such option, or a value outside its range.

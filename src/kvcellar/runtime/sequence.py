@@ -79,7 +79,7 @@ class Sequence:
     @property
     @synchronized
     def positions(self) -> Int32Array:
-        """Where each of ``tokens`` stands; those not computed yet: where they will."""
+        """Where ``tokens`` stand; pending ones: where they will."""
         self._check_open()
         return followed(self.context.cache.seq_positions(self.seq_id), self._state.pending)
 
@@ -119,14 +119,14 @@ class Sequence:
     def inexact_from(self) -> int | None:
         """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
 
-        So it is behind a removal, after a context shift, or where text was loaded behind other
-        text. None: there is none. What others do to ``context.cache`` directly is not known here.
+        It follows a removal, a context shift, or a load behind other text. None: there is none.
+        Edits made directly on ``context.cache`` are not known here.
         """
         return self._state.inexact_from
 
     @property
     def stored_as(self) -> str:
-        """Names the types that K and V were loaded from, if they are others than the cache's.
+        """A digest that names the types K and V were loaded from, if others than the cache's.
 
         Empty: they are as they were computed. llama.cpp's files do not tell.
         """
@@ -140,7 +140,7 @@ class Sequence:
 
     @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
-        """Add text or token ids and compute them; returns the sequence itself.
+        """Append text or token ids and compute them; return the sequence itself.
 
         Special tokens in text are not parsed; an empty sequence gets the BOS that the file asks
         for. Use ``model.tokenizer.encode(text, parse_special=True)`` for the rest.
@@ -155,20 +155,20 @@ class Sequence:
 
     @synchronized
     def push(self, token: int) -> None:
-        """Add one token without computing it yet."""
+        """Append one token as pending, not computed yet."""
         self._check_open()
         self._state = self._state._replace(pending=self._state.pending.appended([token]))
 
     @synchronized
     def compute_pending(self) -> None:
-        """Compute the tokens that are not computed yet, if there are any."""
+        """Compute pending tokens, if there are any."""
         self._check_open()
         if self._state.pending.tokens:
             self._compute(self._state.pending)
 
     @synchronized
     def fork(self) -> Sequence:
-        """A new sequence that shares every cell with this one; no byte is copied.
+        """Make a new sequence that shares every cell with this one; no byte is copied.
 
         Raises:
             SequenceIdError: all ``n_seq_max`` ids are taken.
@@ -212,8 +212,8 @@ class Sequence:
         which. Every token yielded is part of the sequence, also when the caller stops early.
 
         Args:
-            max_tokens: at most so many tokens; None: until a stop or a full cache.
-            stop: text, or several, at which to stop.
+            max_tokens: the most tokens to generate; None: until a stop or a full cache.
+            stop: one or several strings to stop at.
             shift: what to discard when no cell is free or the positions reach the context's size;
                 None: such a generation ends in CacheFull. Prompts are never shifted.
             options: how to sample; greedy when None.
@@ -230,7 +230,7 @@ class Sequence:
 
     @synchronized
     def trim(self: S, n_tokens: int) -> S:
-        """Drop the last ``n_tokens`` tokens; returns the sequence itself.
+        """Drop the last ``n_tokens`` tokens; return the sequence itself.
 
         Raises:
             OptionError: it is negative or more than there are.
@@ -243,13 +243,13 @@ class Sequence:
 
     @synchronized
     def remove(self: S, start: int, stop: int, *, gap: Gap = "close") -> S:
-        """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
+        """Remove tokens ``[start, stop)``, counted as in ``tokens``; return the sequence itself.
 
         Args:
-            start: the first token to go.
-            stop: the first one behind it to stay.
+            start: the first token to remove.
+            stop: the first one behind it to keep.
             gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
-                What cannot move, as behind a recurrent state, is taken back and computed again.
+                What cannot move, as behind a recurrent state, becomes pending and is recomputed.
 
         Raises:
             OptionError: a range outside the sequence, or one that would part grouped tokens.
@@ -273,10 +273,10 @@ class Sequence:
 
     @synchronized
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
-        """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
+        """Discard tokens behind the first ``keep`` and move the rest up; return how many.
 
         Both numbers are clamped as llama.cpp's server does (:class:`ContextShift`), so that at
-        least one computed token goes and one stays.
+        least one computed token is discarded and one stays.
 
         Raises:
             OptionError: a negative number, or fewer than two tokens in the cache.
@@ -289,7 +289,7 @@ class Sequence:
 
     @synchronized
     def make_room(self, shift: ContextShift) -> None:
-        """Shift until pending tokens fit; what :meth:`stream` does if asked to.
+        """Shift the context until pending tokens fit, as :meth:`stream` does with ``shift``.
 
         Raises:
             CacheFull: a shift would free no cell, because others share them.
@@ -306,11 +306,11 @@ class Sequence:
 
     @synchronized
     def self_extend(self: S, group: int, width: int) -> S:
-        """Let tokens share positions, so that more text fits what the model was trained for.
+        """Share positions among tokens, so that more text fits what the model was trained for.
 
-        Of every ``width`` positions, ``group`` neighbours each become one, as llama.cpp's
+        In every ``width`` positions, groups of ``group`` neighbours become one, as llama.cpp's
         ``grp-attn-n`` and ``grp-attn-w`` do. Windows that are not full yet are left alone: call
-        it again as the text grows. Returns the sequence itself.
+        it again as the text grows. Return the sequence itself.
 
         Raises:
             OptionError: a number below 1, or a width that is no multiple of group.
@@ -334,7 +334,7 @@ class Sequence:
         compress: bool = False,
         checkpoints: bool = True,
     ) -> int:
-        """Write what was computed to a file (``docs/format.md``); returns its bytes.
+        """Write the sequence to a file (``docs/format.md``); return its bytes.
 
         The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
         process or another, with exactly the same logits.
@@ -375,12 +375,12 @@ class Sequence:
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """Add what a file holds behind what the sequence has; returns the sequence itself.
+        """Append what a file holds to the sequence; return the sequence itself.
 
-        Arguments and errors are those of :meth:`Context.load`; files of llama.cpp only that takes.
-        Into a sequence that is not empty it needs a cache without states and windows, and
-        ``positions`` where the text would not follow on by itself. K and V are what they were:
-        they know nothing of what stands before.
+        Arguments and errors are those of :meth:`Context.load`, which alone takes llama.cpp's files.
+        A sequence that is not empty needs a cache without states and windows, and ``positions``
+        where the text would not follow on by itself. K and V stay as saved: they were computed
+        without what stands before.
         """
         self._check_open()
         self._check_open()
@@ -438,7 +438,7 @@ class Sequence:
     # -- what contexts and prompt caches need
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
-        """The token ids that :meth:`append` would add."""
+        """Return the token ids that :meth:`append` would append."""
         if isinstance(prompt, str):
             is_first = len(self) == 0
             return self.context.model.tokenizer.encode(prompt, add_special=is_first)
@@ -448,7 +448,7 @@ class Sequence:
 
     @synchronized
     def saved_text(self) -> SavedText:
-        """What a snapshot has to know beside what the cache holds."""
+        """Return what a snapshot has to know beside what the cache holds."""
         state = self._state
         return SavedText(
             self._known_logits(),
@@ -478,7 +478,7 @@ class Sequence:
         self._state = state
 
     def remember(self) -> Undo:
-        """What puts the sequence back as it is now, its cells excepted."""
+        """Return what puts the sequence back as it is now, except for its cells."""
         return partial(vars(self).update, dict(vars(self)))
 
     # -- steps
@@ -506,7 +506,7 @@ class Sequence:
         return logits
 
     def _known_logits(self) -> Float32Array | None:
-        """The logits behind the cached tokens, unless others have changed what they follow."""
+        """Return the logits behind the cached tokens, unless those have changed since."""
         state = self._state
         if (
             state.logits is None
