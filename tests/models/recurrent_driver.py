@@ -17,7 +17,7 @@ from kvcellar.batch import Batch, MicroBatch, split_equal
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.placement import micro_batch
 from kvcellar.cellsets import unpack_owners
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.golden import nmse
@@ -32,7 +32,7 @@ class Recurrent:
 
     def __init__(self, path: Path, kind: KVType = KVType.F16, size: int = 256) -> None:
         file = self.file = NumpyModelFile(path)
-        self.model: Architecture[Float32Array] = load_architecture(file.metadata, file.weights)
+        self.model: Decoder[Float32Array] = load_architecture(file.metadata, file.weights)
         groups, states, places = group_layers(self.model.spec.layers)
         specs = tuple(CacheSpec(size, N_SEQ, layers, kind, kind) for layers in groups)
         spec = MemorySpec(specs, StateSpec(N_ROWS, N_SEQ, states), places)

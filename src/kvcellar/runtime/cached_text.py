@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from kvcellar.cache.base import Cache
-from kvcellar.errors import CacheFull, NotSupported, OptionError
-from kvcellar.runtime.options import ContextShift, check_range
+from kvcellar.errors import CacheFull, NotSupported, OptionError, check_range
+from kvcellar.runtime.options import ContextShift
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array
 
 Gap: TypeAlias = Literal["close", "keep"]

@@ -35,6 +35,7 @@ from kvcellar.errors import (
     OptionError,
     SequenceIdError,
     TokenizerError,
+    check_range,
 )
 from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
@@ -42,7 +43,6 @@ from kvcellar.runtime.options import (
     ContextOptions,
     LoadOptions,
     SaveOptions,
-    check_range,
 )
 from kvcellar.runtime.profile import Profile
 from kvcellar.runtime.saving import (

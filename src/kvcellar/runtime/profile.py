@@ -7,7 +7,7 @@ Invariants:
 2. Every node of every graph is in a line.
 3. A context that is not profiled pays for one comparison with None a decode.
 
-Every second time a graph is computed whole (see ``ProfiledExecutor``). That tells how much more a
+Every second time a graph is computed whole (see ``Executor.watch``). That tells how much more a
 node costs when it is computed alone, which is subtracted, and how long the graph really takes, to
 which the nodes are scaled. Of the first such pair one part was cold and the other warm; it is left
 out, and where few remain nothing is subtracted or scaled.
@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from kvcellar.backends.base import Executor, GraphTimes, OpTime, ProfiledExecutor
-from kvcellar.errors import NotSupported
+from kvcellar.backends.base import Executor, GraphTimes, OpTime
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,8 +53,6 @@ class Profile:
         Raises:
             NotSupported: the backend has no profile.
         """
-        if not isinstance(executor, ProfiledExecutor):
-            raise NotSupported("this backend cannot be profiled: use backend='ggml'")
         profile = cls()
         executor.watch(profile.see_graph)
         return profile

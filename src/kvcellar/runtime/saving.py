@@ -17,8 +17,8 @@ from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get
-from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch, check_range
+from kvcellar.runtime.options import LoadOptions, SaveOptions
 from kvcellar.snapshot.container import read_snapshot
 from kvcellar.snapshot.snapshot import (
     Convert,

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvcellar.batch import Batch
 from kvcellar.cache.base import Undo
-from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
+from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.llama_files import is_llama_file
-from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
 from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
