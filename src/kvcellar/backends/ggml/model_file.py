@@ -37,8 +37,9 @@ class GgmlModelFile:
 
     def tensors(self) -> Iterator[TensorBytes]:
         """See ``ModelFile.tensors``."""
+        whole = array_at(self._file.address(), np.uint8, (self._file.n_bytes,))
         for name, info in sorted(self._file.tensors.items()):
-            data = array_at(self._file.address() + info.offset, np.uint8, (info.n_bytes,))
+            data = whole[info.offset : info.offset + info.n_bytes]
             yield TensorBytes(name, info.type_name, info.shape, data)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
