@@ -122,7 +122,7 @@ def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
 
 def stored(facts: ContextFacts, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
     """Store K and V of a snapshot in the types that are asked for."""
-    if options.types == (None, None):
+    if options.type_k is None and options.type_v is None:
         return snapshot
     specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
     other = converted(snapshot, specs, facts.convert_rows)
@@ -135,7 +135,7 @@ def stored(facts: ContextFacts, snapshot: Snapshot, options: SaveOptions) -> Sna
 
 def stored_fingerprint(facts: ContextFacts, options: SaveOptions) -> Mapping[str, Json]:
     """Return the fingerprint that :func:`stored` gives a snapshot."""
-    if options.types == (None, None):
+    if options.type_k is None and options.type_v is None:
         return facts.fingerprint
     specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
     return with_row_types(facts.fingerprint, specs)
