@@ -126,11 +126,11 @@ class WindowEviction:
                 self.put(micro, found[-1])
         return found
 
-    def save(self) -> SavedRoom:
+    def save(self) -> SavedEviction:
         """What :meth:`load` puts back."""
-        return SavedRoom(self.table.save(), list(self.evicted))
+        return SavedEviction(self.table.save(), list(self.evicted))
 
-    def load(self, saved: SavedRoom) -> None:
+    def load(self, saved: SavedEviction) -> None:
         """Put cells and sequences back as they were when saved."""
         self.table.load(saved.cells)
         self.evicted[:] = saved.evicted
@@ -194,7 +194,7 @@ class WindowEviction:
             table.drop(seq, cells)
 
 
-class SavedRoom(NamedTuple):
+class SavedEviction(NamedTuple):
     """A table of cells, and what had been evicted."""
 
     cells: SavedCells
@@ -302,7 +302,7 @@ class SlidingPlacement(CellPart):
     before they are evicted, and a release writes them back (invariant 5).
 
     Args:
-        room: where cells come from; it has been asked whether all fit.
+        eviction: where cells come from; it has been asked whether all fit.
         padding: what the number of cells that attention looks at is rounded up to.
         micros: what is placed.
         sync: what keeps rows in step with the table.
@@ -311,28 +311,28 @@ class SlidingPlacement(CellPart):
 
     def __init__(
         self,
-        room: WindowEviction,
+        eviction: WindowEviction,
         padding: int,
         micros: Sequence[MicroBatch],
         sync: StoreSync,
         committed: Callable[[Sequence[MicroBatch]], None],
     ) -> None:
-        self._room = room
-        self._table = room.table
+        self._eviction = eviction
+        self._table = eviction.table
         self._padding = padding
         self._micros = micros
         self._cells: list[Int64Array] = []
         self._sync = sync
         self._committed = committed
-        self._saved = room.save()
-        self._kept = room.kept_rows()
+        self._saved = eviction.save()
+        self._kept = eviction.kept_rows()
         self._place_up_to(0)
 
     @property
     def cells(self) -> Int64Array:
         """The cells of the batch's tokens, microbatch after microbatch."""
         rest = self._micros[len(self._cells) :] if self.is_open else ()
-        return np.concatenate((*self._cells, *(self._room.rehearse(rest) if rest else ())))
+        return np.concatenate((*self._cells, *(self._eviction.rehearse(rest) if rest else ())))
 
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes; asked for in order, before it is computed."""
@@ -340,7 +340,7 @@ class SlidingPlacement(CellPart):
         table, micro, cells = self._table, self._micros[i], self._cells[i]
         top = table.cell_max()
         n_kv = 0 if as_lists else padded_n_kv(top, self._padding, table.size)
-        return cell_plan(table, micro, cells, top, n_kv, self._room.window, mask_buffer)
+        return cell_plan(table, micro, cells, top, n_kv, self._eviction.window, mask_buffer)
 
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
@@ -352,7 +352,7 @@ class SlidingPlacement(CellPart):
         """Put everything back as it was, rows included; a second time does nothing."""
         if self.is_open:
             self.is_open = False
-            self._room.load(self._saved)
+            self._eviction.load(self._saved)
             # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
             self._sync.zero_freed()
             self._kept.write_back()
@@ -361,8 +361,8 @@ class SlidingPlacement(CellPart):
     def _place_up_to(self, last: int) -> None:
         try:
             for micro in self._micros[len(self._cells) : last + 1]:
-                cells = self._room.take(len(micro.positions), self._kept)
-                self._room.put(micro, cells)
+                cells = self._eviction.take(len(micro.positions), self._kept)
+                self._eviction.put(micro, cells)
                 self._cells.append(cells)
                 self._sync.wipe_freed(self._table.n_kv(self._padding))
         except BaseException:

@@ -79,9 +79,9 @@ class SlidingCache(AttentionCache):
                 "all; layers that see everything (window 0) belong into an AttentionCache"
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
-        self._room = WindowEviction(self.table, store, self._sync.journal, self._window)
+        self._eviction = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
-        self._keeper = WindowKeeper(self._checkpoints, self._room, self._sync, self._window)
+        self._keeper = WindowKeeper(self._checkpoints, self._eviction, self._sync, self._window)
         self.watch(self._remember)
 
     # -- questions
@@ -90,15 +90,15 @@ class SlidingCache(AttentionCache):
         """How many more tokens fit; if there are cells beyond the windows, any number does."""
         if self.spec.size > n_kept(self._window) * self.spec.n_seq_max:
             return MAX_POSITION
-        return self._room.n_free()
+        return self._eviction.n_free()
 
     def seq_evicted(self, seq_id: int) -> Int32Array:
         """The ids of a sequence's evicted tokens, in the order of their positions."""
-        return self._room.evicted[self.table.checked(seq_id)].tokens
+        return self._eviction.evicted[self.table.checked(seq_id)].tokens
 
     def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
-        return self._room.evicted[self.table.checked(seq_id)].positions
+        return self._eviction.evicted[self.table.checked(seq_id)].positions
 
     def checkpoints(self, seq_id: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to, ascending, beside those in its window."""
@@ -107,7 +107,7 @@ class SlidingCache(AttentionCache):
     def check(self) -> None:
         """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
         super().check()
-        for seq, evicted in enumerate(self._room.evicted):
+        for seq, evicted in enumerate(self._eviction.evicted):
             if not is_whole(evicted.positions, self.seq_positions(seq), self._window):
                 raise InvariantError(f"sequence {seq} lacks a part of its window")
 
@@ -147,12 +147,14 @@ class SlidingCache(AttentionCache):
         lo, hi = clamp_range(p0, p1)
         if a != b and lo < hi:
             evicted = (
-                self._room.evicted[b].outside(lo, hi).joined(self._room.evicted[a].inside(lo, hi))
+                self._eviction.evicted[b]
+                .outside(lo, hi)
+                .joined(self._eviction.evicted[a].inside(lo, hi))
             )
             mine, theirs = self.seq_positions(b), self.seq_positions(a)
             held = np.concatenate((mine[~within(mine, lo, hi)], theirs[within(theirs, lo, hi)]))
             self._require_whole("seq_cp", b, evicted, held)
-            self._room.evicted[b] = evicted
+            self._eviction.evicted[b] = evicted
             self._checkpoints.share(a, b, lo, hi)
         self.table.seq_cp(a, b, lo, hi)
 
@@ -230,10 +232,10 @@ class SlidingCache(AttentionCache):
         Raises:
             CacheFull: they do not all find room; nothing has changed.
         """
-        self._room.require(micros)
+        self._eviction.require(micros)
         self._sync.update()
         taken = SlidingPlacement(
-            self._room, self._padding, micros, self._sync, self._keeper.committed
+            self._eviction, self._padding, micros, self._sync, self._keeper.committed
         )
         self._open = Placement(micros, (taken,))
         return self._open
@@ -242,32 +244,32 @@ class SlidingCache(AttentionCache):
 
     def _resize(self, size: int) -> None:
         """Have ``size`` cells; evict first if not everything would fit."""
-        saved = self._room.save()
+        saved = self._eviction.save()
         try:
             if size < self.used:
-                self._room.evict(self.used - size)
+                self._eviction.evict(self.used - size)
             super()._resize(size)
         except BaseException:
-            self._room.load(saved)
+            self._eviction.load(saved)
             raise
 
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
-        evicted, held = self._room.evicted[seq].positions, self.seq_positions(seq)
+        evicted, held = self._eviction.evicted[seq].positions, self.seq_positions(seq)
         shift = hi - lo if len(held) and hi <= int(held[-1]) else 0
         return is_whole(closed(evicted, lo, hi, shift), closed(held, lo, hi, shift), self._window)
 
     def _remove(self, seq_id: int, lo: int, hi: int) -> None:
         self.table.seq_rm(seq_id, lo, hi)
         for seq in range(self.table.n_seq_max) if seq_id == -1 else [seq_id]:
-            self._room.evicted[seq] = self._room.evicted[seq].outside(lo, hi)
+            self._eviction.evicted[seq] = self._eviction.evicted[seq].outside(lo, hi)
             self._checkpoints.cut(seq, lo)
 
     def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
         """The evicted tokens of a sequence, moved; None if nothing moves at all."""
         self.require_idle()
         seq = self.table.checked(seq_id)
-        evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
+        evicted, held = self._eviction.evicted[seq], self.seq_positions(seq).astype(np.int64)
         new = np.where(within(held, lo, hi), move(held), held)
         moved = evicted.moved(lo, hi, move)
         if moved is evicted and bool((new == held).all()):
@@ -277,7 +279,7 @@ class SlidingCache(AttentionCache):
 
     def _take_over(self, seq_id: int, evicted: EvictedTokens | None) -> None:
         if evicted is not None:
-            self._room.evicted[seq_id] = evicted
+            self._eviction.evicted[seq_id] = evicted
             self._checkpoints.cut(seq_id, 0)
 
     def _require_whole(self, verb: str, seq: int, evicted: EvictedTokens, held: Positions) -> None:
@@ -290,14 +292,14 @@ class SlidingCache(AttentionCache):
 
     def _forget(self, *seqs: int) -> None:
         for seq in seqs:
-            self._room.evicted[seq] = EvictedTokens()
+            self._eviction.evicted[seq] = EvictedTokens()
             self._checkpoints.cut(seq, 0)
 
     def _remember(self) -> Undo:
-        evicted, checkpoints = list(self._room.evicted), self._checkpoints.save()
+        evicted, checkpoints = list(self._eviction.evicted), self._checkpoints.save()
 
         def undo() -> None:
-            self._room.evicted[:] = evicted
+            self._eviction.evicted[:] = evicted
             self._checkpoints.load(checkpoints)
 
         return undo
@@ -308,7 +310,7 @@ class SlidingCache(AttentionCache):
         self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool
     ) -> CellData:
         content = super()._export_cells(seq_ids, lo, hi, checkpoints)
-        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
+        evicted = tuple(_pairs(self._eviction.evicted[seq].inside(lo, hi)) for seq in seq_ids)
         kept = self._port_checkpoints(seq_ids) if checkpoints else ()
         return replace(content, evicted=evicted, checkpoints=kept)
 
@@ -327,14 +329,14 @@ class SlidingCache(AttentionCache):
         for number, seq in enumerate(seq_ids):
             if len(fitting.cells_of(number)):
                 at, tokens = fitting.evicted[number]
-                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
+                self._eviction.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
         if shift == 0:  # rows of checkpoints stand at their positions
             for one in fitting.checkpoints:
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
 
     def _cells_for(self, n: int) -> Int64Array:
         """Cells for n tokens, those that left every window included."""
-        return self._room.take(n, self._room.kept_rows())
+        return self._eviction.take(n, self._eviction.kept_rows())
 
     def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
         owners: dict[int, list[int]] = {}
@@ -359,13 +361,13 @@ class SlidingCache(AttentionCache):
             raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}
         # Copies: the content, or the file that it lies in, may change.
-        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
+        rows = tuple(pieces[part][layer].copy() for layer, part in self._eviction.parts)
         evicted = EvictedTokens.of(*one.evicted)
         self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
         self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
 
     def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
-        by = dict(zip(self._room.parts, rows, strict=True))
+        by = dict(zip(self._eviction.parts, rows, strict=True))
         layers = range(len(self.store.spec.layers))
         none = np.empty((len(rows[0]), 0), np.uint8)
         return RowBytes(

@@ -139,32 +139,32 @@ class WindowKeeper:
 
     Args:
         checkpoints: those there are.
-        room: where cells come from.
+        eviction: where cells come from.
         sync: what keeps rows in step with the table.
         window: how many tokens before its end a checkpoint holds.
     """
 
     def __init__(
-        self, checkpoints: WindowCheckpoints, room: WindowEviction, sync: StoreSync, window: int
+        self, checkpoints: WindowCheckpoints, eviction: WindowEviction, sync: StoreSync, window: int
     ) -> None:
         self._checkpoints = checkpoints
-        self._room = room
+        self._eviction = eviction
         self._sync = sync
         self._window = window
 
     def make(self, seq: int) -> bool:
         """Keep the end of a sequence of which no shift is pending; False: nothing was kept."""
-        table, store = self._room.table, self._room.store
+        table, store = self._eviction.table, self._eviction.store
         cells = table.cells_of(seq)
         if not len(cells) or not self._checkpoints.wanted:
             return False
         at = table.positions[cells]
         n_older = int(np.count_nonzero(at <= int(at[-1]) - self._window))
         older, last = cells[:n_older], cells[n_older:]
-        evicted = self._room.evicted[seq]
+        evicted = self._eviction.evicted[seq]
         if n_older:
             evicted = evicted.grown(at[:n_older], table.tokens[older])
-        rows = tuple(store.read_raw(i, part, last) for i, part in self._room.parts)
+        rows = tuple(store.read_raw(i, part, last) for i, part in self._eviction.parts)
         return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, evicted)
 
     def committed(self, micros: Sequence[MicroBatch]) -> None:
@@ -180,26 +180,26 @@ class WindowKeeper:
 
     def restore(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
         """Put a sequence back as it was at ``end``; False: no room, nothing has changed."""
-        saved, kept = self._room.save(), self._room.kept_rows()
+        saved, kept = self._eviction.save(), self._eviction.kept_rows()
         try:
-            self._room.table.seq_rm(seq)
+            self._eviction.table.seq_rm(seq)
             self._fill(seq, checkpoint, end, kept)
         except BaseException as error:
-            self._room.load(saved)
+            self._eviction.load(saved)
             kept.write_back()
             if isinstance(error, CacheFull):
                 return False
             raise
-        self._room.evicted[seq] = checkpoint.evicted
+        self._eviction.evicted[seq] = checkpoint.evicted
         self._sync.mark_held()
         return True
 
     def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int, kept: KeptRows) -> None:
-        table = self._room.table
+        table = self._eviction.table
         n = int(np.searchsorted(checkpoint.positions, end))
-        cells = self._room.take(n, kept)
+        cells = self._eviction.take(n, kept)
         kept.keep(cells)
-        for (layer, part), rows in zip(self._room.parts, checkpoint.rows, strict=True):
-            self._room.store.write_raw(layer, part, cells, rows[:n])
+        for (layer, part), rows in zip(self._eviction.parts, checkpoint.rows, strict=True):
+            self._eviction.store.write_raw(layer, part, cells, rows[:n])
         owners = pack_owners(np.arange(n), np.full(n, seq), n, len(table.owners))
         table.place(cells, checkpoint.positions[:n], owners, checkpoint.tokens[:n])
