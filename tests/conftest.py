@@ -13,6 +13,12 @@ import pytest
 
 from kvcellar.errors import ModelFileError
 from kvcellar.runtime.demo import find_model
+from tests.profiles import load_profiles
+
+
+@pytest.hookimpl(tryfirst=True)  # what --hypothesis-profile names is loaded afterwards
+def pytest_configure() -> None:
+    load_profiles()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.runtime.tokenizer import Tokenizer
+from tests.profiles import examples
 
 # Bytes that SmolLM2's vocabulary has no token for; neither the reference can spell them.
 _SMOLLM2_HOLES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
@@ -66,7 +67,7 @@ def test_gemma3_special_tokens(gemma3_tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.model
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=60), parse_special=st.booleans())
 def test_smollm2_gives_text_back(
     smollm2_tokenizer: Tokenizer, text: str, parse_special: bool
@@ -77,7 +78,7 @@ def test_smollm2_gives_text_back(
     assert smollm2_tokenizer.decode(ids, skip_special=False) == text
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=60))
 def test_gemma3_gives_text_back(gemma3_tokenizer: Tokenizer, text: str) -> None:
     if "▁" in text:  # SentencePiece writes a space so; the two are one to it

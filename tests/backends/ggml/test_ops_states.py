@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.backends.operations import Ops
@@ -16,6 +16,7 @@ from kvcellar.memory import LayerPlace, MemorySpec, StateLayer, StateSpec
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.types import AnyArray, Float32Array, KVType
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.profiles import examples
 
 N_ROWS = 5
 OTHER = 7
@@ -159,7 +160,7 @@ def test_states_are_read_from_rows_and_left_in_rows(
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_any_rows(data: st.DataObject) -> None:
     mamba = VARIANTS[data.draw(st.sampled_from(sorted(VARIANTS)))]
     bench = _open([], mamba)

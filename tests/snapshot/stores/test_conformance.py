@@ -8,7 +8,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -19,6 +18,7 @@ from kvcellar.snapshot.stores.redis import RedisStore
 from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_conformance import BudgetConformance, StoreConformance
 from kvcellar.testing.store_use import order, value_of
+from tests.profiles import examples
 
 
 class TestMemory(StoreConformance):
@@ -155,6 +155,6 @@ class DiskAndOracle(StoreAndOracle):
 
 
 TestMemoryAndOracle = StoreAndOracle.TestCase
-TestMemoryAndOracle.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMemoryAndOracle.settings = examples(60, steps=30)
 TestDiskAndOracle = DiskAndOracle.TestCase
-TestDiskAndOracle.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestDiskAndOracle.settings = examples(20, steps=25)
