@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Generator
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -14,11 +15,21 @@ import pytest
 from kvcellar.errors import ModelFileError
 from kvcellar.runtime.demo import find_model
 from tests.profiles import load_profiles
+from tests.workers import Worker
+
+WORKER = pytest.StashKey[Worker]()
 
 
 @pytest.hookimpl(tryfirst=True)  # what --hypothesis-profile names is loaded afterwards
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     load_profiles()
+    config.stash[WORKER] = Worker.of_environment(os.environ)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with item.config.stash[WORKER].turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

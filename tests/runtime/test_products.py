@@ -79,6 +79,7 @@ def test_ggml_alone_is_further_from_numpy(
 
 @compiled
 @pytest.mark.model
+@pytest.mark.alone
 def test_two_threads_give_the_same_bits(model: Model, smollm2_path: Path) -> None:
     with Model.from_gguf(smollm2_path, n_threads=2) as other:
         np.testing.assert_array_equal(decoded(other, 4), decoded(model, 4))
@@ -101,6 +102,7 @@ def test_contexts_of_one_model_may_take_turns(model: Model) -> None:
 
 @compiled
 @pytest.mark.model
+@pytest.mark.alone
 def test_models_may_compute_at_the_same_time(model: Model, smollm2_path: Path) -> None:
     expected = decoded(model, 3)
     found: list[Float32Array] = []

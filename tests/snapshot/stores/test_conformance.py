@@ -21,16 +21,19 @@ from kvcellar.testing.store_use import order, value_of
 from tests.profiles import examples
 
 
+@pytest.mark.alone
 class TestMemory(StoreConformance):
     def open(self) -> Store:
         return MemoryStore()
 
 
+@pytest.mark.alone
 class TestBudgetOfMemory(BudgetConformance):
     def open(self, max_bytes: int) -> Store:
         return MemoryStore(max_bytes)
 
 
+@pytest.mark.alone
 class TestDisk(StoreConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -40,6 +43,7 @@ class TestDisk(StoreConformance):
         return DiskStore(self.folder, fsync=False)
 
 
+@pytest.mark.alone
 class TestBudgetOfDisk(BudgetConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -49,6 +53,7 @@ class TestBudgetOfDisk(BudgetConformance):
         return DiskStore(self.folder, max_bytes, fsync=False)
 
 
+@pytest.mark.alone
 class TestRedis(StoreConformance):
     piece_bytes = 8 << 20
     ttl_s: float | None = None

@@ -17,6 +17,8 @@ from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_use import content, order, value_of
 from tests.snapshot.stores.worker import MAX_BYTES, numbered
 
+pytestmark = pytest.mark.alone
+
 WORKER = Path(__file__).with_name("worker.py")
 
 

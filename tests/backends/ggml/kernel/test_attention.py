@@ -286,6 +286,7 @@ def test_threads_change_no_bit() -> None:
         np.testing.assert_array_equal(bench.run(n_threads), once)
 
 
+@pytest.mark.alone
 def test_threads_at_the_same_time_change_no_bit() -> None:
     bench = Bench(ragged(600, 70, 300), 3, 3, 64)
     once = bench.run()
