@@ -1,7 +1,7 @@
-"""Reported faults that concern K and V bytes; none may occur here.
+"""K and V rows of an attention cache in use: compaction, shifts, rollback, over every backend.
 
-Each test is named for its fault and cites the report; those about cells alone are in
-``test_reports.py``. All run over every backend with real bytes.
+Users of llama.cpp and its descendants reported these faults; none may occur here. Those about cells
+alone are in ``test_attention_cells.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Faults that users of llama.cpp and its descendants reported; none may occur here.
+"""Cells of an attention cache in use: no slot, compaction, shifts, counts.
 
-Each test is named for its fault and cites the report; what concerns K and V bytes is tested with
-the stores.
+Users of llama.cpp and its descendants reported these faults; none may occur here. What concerns K
+and V bytes is in ``test_attention_rows.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults that were reported of recurrent caches elsewhere, as operations; named for the fault."""
+"""Edits of a recurrent cache: faults that were reported of others, as operations."""
 
 from __future__ import annotations
 

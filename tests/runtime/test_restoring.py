@@ -1,4 +1,4 @@
-"""Faults of others in saving and restoring that must not occur here.
+"""Saving and restoring: faults that were reported of others and must not occur here.
 
 The rows of section B7 of the reference data's ``reports.md`` that can be written as operations of
 sequences, contexts and a cache of prompts. Left for a server, because there are no slots yet:

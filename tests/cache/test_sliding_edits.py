@@ -1,6 +1,6 @@
-"""Faults that users of llama.cpp and its descendants reported of sliding windows.
+"""Sliding windows in use: placing, what positions say, going back.
 
-Each test is named for its fault and cites the report.
+Users of llama.cpp and its descendants reported these faults; none may occur here.
 """
 
 from __future__ import annotations
