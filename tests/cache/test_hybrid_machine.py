@@ -11,7 +11,6 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -27,6 +26,7 @@ from kvcellar.plan import Plan
 from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.toy_parts import Text, group, sliding, texts
+from tests.profiles import examples
 
 N_SEQ, WINDOW, N_KEPT = 3, 4, 6
 SEQS = st.integers(0, N_SEQ - 1)
@@ -235,7 +235,7 @@ class EditsOfWindows(Edits):
     with_states, slides = False, True
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=25, deadline=None)
+SETTINGS = examples(60, steps=25)
 for machine in (Edits, EditsOfGroups, EditsOfAll, EditsOfWindows):
     machine.TestCase.settings = SETTINGS
 TestEdits = Edits.TestCase

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
@@ -44,6 +44,7 @@ from tests.cache.porting_helpers import (
     text_of,
 )
 from tests.cache.stores import MAKERS, SETUPS, Signed, signed
+from tests.profiles import examples
 
 SETUP = Setup(layers=(signed_layer(),) * 2, type_k=KVType.F32, type_v=KVType.F32)
 SUBSETS = st.lists(SEQ_IDS, unique=True, min_size=1, max_size=4)
@@ -114,7 +115,7 @@ def give(naive: NaiveCache, taken: Sequence[Taken], seq_ids: Sequence[int], shif
         )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(OPS, max_size=8),
     st.lists(OPS, max_size=6),

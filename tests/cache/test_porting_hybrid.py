@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
@@ -39,6 +39,7 @@ from tests.cache.porting_helpers import (
     text_of,
     texts_to_come,
 )
+from tests.profiles import examples
 
 KINDS = ["fw", "fs", "fws", "ws"]
 SEQS = st.integers(0, N_SEQ - 1)
@@ -65,7 +66,7 @@ def run(cache: HybridCache, ops: Sequence[tuple[object, ...]]) -> None:
             getattr(cache, str(name))(*numbers)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     st.sampled_from(KINDS),
     HISTORY,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.base import Cache, KeepsCheckpoints
@@ -26,6 +26,7 @@ from tests.cache.porting_helpers import (
     sliding,
     text_of,
 )
+from tests.profiles import examples
 
 Make = Callable[["Cache | None"], Cache]
 
@@ -50,7 +51,7 @@ CACHES: dict[str, tuple[Make, tuple[int, ...]]] = {
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.sampled_from(sorted(CACHES)), LENGTHS, st.booleans(), st.sampled_from([0, 2]), st.booleans()
 )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.recurrent import RecurrentCache
@@ -22,6 +22,7 @@ from tests.cache.porting_helpers import (
     text_of,
     texts_to_come,
 )
+from tests.profiles import examples
 
 SEQS = st.integers(0, N_SEQ - 1)
 OPS = st.one_of(
@@ -58,7 +59,7 @@ def going_back(cache: RecurrentCache, seq: int) -> dict[int, list[tuple[int, int
     return left
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     HISTORY,
     HISTORY,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache import CheckpointBudget
@@ -36,6 +36,7 @@ from tests.cache.porting_helpers import (
     sliding,
     text_of,
 )
+from tests.profiles import examples
 
 SEQS = st.integers(0, N_SEQ - 1)
 
@@ -89,7 +90,7 @@ def state(duel: SlidingDuel) -> tuple[object, ...]:
     return (*duel.state(), *(kept.of(seq) for seq in range(N_SEQ)))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.integers(1, 4),
     st.sampled_from([0, 1, 20]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,6 +14,7 @@ from hypothesis.stateful import (
 )
 
 from kvcellar.testing.recurrent_duel import N_SEQ, RecurrentDuel
+from tests.profiles import examples
 
 SEQS = st.integers(0, N_SEQ - 1)
 BOUNDS = st.just(-1) | st.integers(-1, 9)  # mostly open, so that verbs often succeed
@@ -139,6 +139,6 @@ class ScarceMachine(RecurrentMachine):
 
 
 TestRecurrent = RecurrentMachine.TestCase
-TestRecurrent.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestRecurrent.settings = examples(120, steps=30)
 TestScarce = ScarceMachine.TestCase
-TestScarce.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestScarce.settings = examples(60, steps=30)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +21,7 @@ from kvcellar.testing.signs import SIGNED_LAYERS, SignedStore
 from kvcellar.testing.sliding_duel import N_SEQ, SlidingDuel
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import CacheSpec, KVType
+from tests.profiles import examples
 
 SEQS = st.integers(0, N_SEQ - 1)
 BOUNDS = st.integers(-1, 12)
@@ -200,6 +200,6 @@ class SignedSlidingMachine(SlidingMachine):
 
 
 TestSlidingCache = SlidingMachine.TestCase
-TestSlidingCache.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSlidingCache.settings = examples(120, steps=30)
 TestSlidingBytes = SignedSlidingMachine.TestCase
-TestSlidingBytes.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestSlidingBytes.settings = examples(20, steps=20)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -16,6 +16,7 @@ from kvcellar.backends.ggml.gguf import GgufFile, read_metadata, stored_shape
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, gguf_bytes, write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
+from tests.profiles import examples
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
@@ -31,7 +32,7 @@ VALUES = st.one_of(
 TENSORS = hnp.arrays("f4", hnp.array_shapes(max_dims=4, max_side=5), elements=FLOATS)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.dictionaries(NAMES, VALUES, max_size=6), st.dictionaries(NAMES, TENSORS, max_size=4))
 def test_what_is_written_is_read(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
     metadata.pop("general.alignment", None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.backends.operations import Ops
@@ -23,6 +23,7 @@ from kvcellar.types import (
     StateSpec,
 )
 from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.profiles import examples
 
 N_ROWS = 5
 OTHER = 7
@@ -166,7 +167,7 @@ def test_states_are_read_from_rows_and_left_in_rows(
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_any_rows(data: st.DataObject) -> None:
     mamba = VARIANTS[data.draw(st.sampled_from(sorted(VARIANTS)))]
     bench = _open([], mamba)

@@ -107,6 +107,7 @@ def test_a_part_of_the_activations_may_be_multiplied(bench: Bench) -> None:
 
 
 @compiled
+@pytest.mark.alone
 def test_neither_threads_nor_company_change_a_token(bench: Bench) -> None:
     x, values = rows(70, 96), rows(80, 96, seed=1)
     weight = bench.weight(values, KVType.Q4_1)
