@@ -54,7 +54,7 @@ OPS = st.one_of(
     st.tuples(st.just("cut_out"), SEQS, st.integers(0, 5), st.integers(6, 8)),
     st.tuples(st.just("rewind"), SEQS, st.integers(0, 9)),
     st.tuples(st.just("seq_rm"), SEQS, st.integers(0, 9), st.just(-1)),
-    st.tuples(st.just("seq_add"), SEQS, st.integers(0, 6), st.integers(-2, 3)),
+    st.tuples(st.just("seq_add"), SEQS, st.integers(0, 6), st.just(-1), st.integers(-2, 3)),
     st.tuples(st.just("begin")),
 )
 HISTORY = st.lists(OPS, min_size=1, max_size=7)
@@ -80,7 +80,7 @@ def _do(duel: SlidingDuel, name: str, *args: int) -> None:
     elif name == "fork":
         duel.seq_cp(args[0], args[1], -1, -1)
         duel.decode([[args[0]], [args[1]]] if args[0] != args[1] else [[args[0]]])
-    elif name != "begin" or len(duel.open) < 2:
+    elif name != "begin" or duel.depth < 2:
         getattr(duel, name)(*args)
 
 
@@ -119,7 +119,7 @@ def test_whole_texts_come_along_whatever_slid_out(
         content = state_get(source.cache, seq_ids, -1, p1)
     except NotSupported:
         held = source.held()
-        assert not all(source.texts.can_lose(seq, held[seq], p1, 2**31) for seq in seq_ids)
+        assert not all(source.naive.can_lose(seq, held[seq], p1, 2**31) for seq in seq_ids)
         return
     finally:
         assert state(source) == before
@@ -144,7 +144,7 @@ def _put_in(
 ) -> None:
     """Put in, and let the oracle have the texts; or be refused for the right reason."""
     texts = [
-        [replace(e, pos=e.pos + shift) for e in source.texts.texts[seq] if p1 < 0 or e.pos < p1]
+        [replace(e, pos=e.pos + shift) for e in source.naive.texts[seq] if p1 < 0 or e.pos < p1]
         for seq in seq_ids
     ]
     before = state(target)
@@ -155,12 +155,12 @@ def _put_in(
         assert state(target) == before
         return
     except CacheFull:
-        assert target.open, "there is room for all windows"
+        assert target.depth, "there is room for all windows"
         assert state(target) == before
         return
     for seq, text in zip(goals, texts, strict=True):
         assert len(target.cache.seq_positions(seq)) <= n_kept(target.cache._window) or not text
-        target.texts.texts[seq] = text
+        target.naive.texts[seq] = text
     for seq, text in zip(goals, texts, strict=True):
         if text and shift == 0:
             _go_back(source, target, seq_ids[list(goals).index(seq)], seq, p1)
@@ -173,11 +173,11 @@ def _go_back(source: SlidingDuel, target: SlidingDuel, src: int, dst: int, p1: i
     for end in ends:
         target.begin()
         assert target.cache.rewind(dst, end) == end
-        target.texts.remove(dst, end, 2**31)
+        target.naive.remove(dst, end, 2**31)
         target.check()
         target.decode([[dst]] * 2)
         target.check()
-        target.rollback(len(target.open) - 1)
+        target.rollback(target.depth - 1)
 
 
 # -- one by one

@@ -93,7 +93,6 @@ class NaiveCache:
         self.on_shared = on_shared
         self.head = 0
         self.reserved: frozenset[int] = frozenset()
-        self.saved: list[NaiveCache] = []  # as it was when each open transaction began
 
     # -- questions
 
@@ -215,23 +214,9 @@ class NaiveCache:
         self.cells = [*self.cells[:size], *(NaiveCell() for _ in range(missing))]
         self.head = self.head if self.head < size else 0
 
-    # -- transactions
-
-    def begin(self) -> None:
-        """Begin a transaction."""
-        saved = self.copy()
-        self.saved.append(saved)
+    def reserve(self) -> None:
+        """Fill no cell that is used now, as within a transaction."""
         self.reserved |= {i for i, cell in enumerate(self.cells) if cell.owners}
-
-    def commit(self) -> None:
-        """End the innermost one and keep what happened."""
-        self.reserved = self.saved.pop().reserved
-
-    def rollback(self, depth: int) -> None:
-        """End all but the outermost ``depth`` ones and take back what happened in them."""
-        was = self.saved[depth].copy()
-        self.cells, self.head = was.cells, was.head
-        self.reserved, self.saved = was.reserved, was.saved
 
     # -- decoding
 
@@ -273,7 +258,7 @@ class NaiveCache:
         """An independent copy."""
         other = NaiveCache(0, self.on_shared)
         other.cells = [replace(cell, owners={*cell.owners}) for cell in self.cells]
-        other.head, other.reserved, other.saved = self.head, self.reserved, [*self.saved]
+        other.head, other.reserved = self.head, self.reserved
         return other
 
     # -- steps
