@@ -23,7 +23,7 @@ from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
 from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, StateLayer, StateSpec
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     N_SEQ,
     WINDOW,
     check_texts,

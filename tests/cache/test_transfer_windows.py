@@ -1,4 +1,4 @@
-"""Windows taken out and put in: what slid out comes along, and checkpoints do."""
+"""Windows exported and imported: evicted tokens come along, and checkpoints do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcellar.errors import (
 from kvcellar.testing.sliding_duel import N_SEQ, SlidingDuel
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import CacheSpec, KVType
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     WINDOW,
     check_texts,
     everything,
@@ -265,25 +265,6 @@ def test_a_cache_of_full_size_takes_a_window_only_if_nothing_slid_out() -> None:
     assert everything(target) == before
 
 
-def test_a_window_cannot_be_cut_or_added_to() -> None:
-    cache, target = grown(), sliding()
-    before = everything(cache)
-    with pytest.raises(NotSupported, match=r"up to 6: no state or window is kept .* ends at 4"):
-        state_get(cache, [0], -1, 6)
-    assert everything(cache) == before
-    piece = state_get(cache, [0], 4)
-    assert everything(cache) == before
-    with pytest.raises(NotSupported, match="begins at position 4"):
-        state_set(target, piece, [0])
-    whole = state_get(cache, [0])
-    with pytest.raises(NotSupported, match="sequence 1 is not empty"):
-        state_set(cache, whole, [1], shift=20)
-    with pytest.raises(PositionError, match="below 0"):
-        state_set(target, whole, [0], shift=-1)
-    assert everything(cache) == before
-    assert target.used == 0
-
-
 def test_a_gap_in_the_positions_is_no_reason_to_refuse() -> None:
     cache = sliding(window=2, extra=8)
     put(cache, 0, 4)
@@ -291,15 +272,6 @@ def test_a_gap_in_the_positions_is_no_reason_to_refuse() -> None:
     for end, positions in ((3, [0, 1]), (4, [0, 1]), (6, [0, 1, 5])):
         content = state_get(cache, [0], -1, end)
         assert content.groups[0].text_of(0)[0].tolist() == positions
-
-
-def test_a_sequence_that_is_empty_there_stays_as_it_is_here() -> None:
-    source, target = grown(), grown()
-    before = text_of(target, 0), target.checkpoints(0)
-    target.seq_rm(1, -1, -1)
-    state_set(target, state_get(source, [3, 1]), [0, 1])
-    assert (text_of(target, 0), target.checkpoints(0)) == before
-    check_texts(target, {0: before[0], 1: text_of(source, 1)})
 
 
 def test_a_window_with_a_hole_is_refused() -> None:

@@ -16,7 +16,7 @@ from kvcellar.cache.eviction import n_kept
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     WINDOW,
     check_texts,
     full,
