@@ -101,7 +101,7 @@ _N = 5
 
 def state_specs() -> list[StateSpec]:
     """States of several unlike layers, of convolutions alone, and of one row."""
-    mixed = (StateLayer(6, 16), StateLayer(3), StateLayer(10, 4))
+    mixed = (StateLayer(6, 16), StateLayer(3), StateLayer(10, 4), StateLayer(0, 5))
     return [
         StateSpec(_N, 2, mixed),
         StateSpec(_N, 4, (StateLayer(7), StateLayer(7))),
