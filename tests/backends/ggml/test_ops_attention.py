@@ -20,7 +20,7 @@ from kvcellar.types import (
     MemorySpec,
     RopeSpec,
 )
-from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.backends.ops_bench import Bench, close_to, plan_of, rows
 
 SIZE = 256
 F64 = npt.NDArray[np.float64]

@@ -22,7 +22,7 @@ from kvcellar.types import (
     StateLayer,
     StateSpec,
 )
-from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.backends.ops_bench import Bench, close_to, plan_of, rows
 from tests.profiles import examples
 
 N_ROWS = 5

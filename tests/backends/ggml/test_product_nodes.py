@@ -13,7 +13,7 @@ from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.operations import Ops
 from kvcellar.types import Float32Array, KVType
-from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows
+from tests.backends.ops_bench import Bench, Pass, plan_of, rows
 
 REASON = why_no_products()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))

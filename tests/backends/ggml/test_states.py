@@ -14,7 +14,7 @@ from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.errors import AllocationError
 from kvcellar.types import StateLayer, StateSpec
-from tests.backends.ggml.ops_bench import rows
+from tests.backends.ops_bench import rows
 
 SPEC = StateSpec(4, 2, (StateLayer(6, 8), StateLayer(3), StateLayer(0, 5)))
 WIDTH = 22

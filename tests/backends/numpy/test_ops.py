@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvcellar.backends.base import KVStore
 from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend
 from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.backends.operations import ExpertWeights, Ops
-from kvcellar.errors import PositionError
+from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellPlan, Plan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
@@ -48,32 +46,6 @@ def test_hidden_cells_are_not_even_read() -> None:
     store.write_raw(0, "v", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
     x = random_rows(2, 4).reshape(2, 1, 4)
     assert np.isfinite(_ops(plan, store).attention(0, x, x, x, 1.0)).all()
-
-
-@pytest.mark.parametrize("scales", [False, True])
-def test_experts_are_the_best_ones_weighted(scales: bool) -> None:
-    rng = np.random.default_rng(0)
-
-    def matrix(*shape: int) -> Float32Array:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    scale = np.array([1, 2, 3], np.float32) if scales else None
-    router, gates, ups, downs = matrix(3, 4), matrix(3, 5, 4), matrix(3, 5, 4), matrix(3, 4, 5)
-    weights = ExpertWeights(
-        router, downs, 2, gate=gates, up=ups, gate_scale=scale, down_scale=scale
-    )
-    x = random_rows(2, 4)
-    got = _ops(causal_plan([0, 0])).experts(x, weights)
-    for row, out in zip(x.astype(np.float64), got, strict=True):
-        powers = np.exp(router @ row)
-        best = np.argsort(powers)[-2:]
-        expected = np.zeros(4)
-        for i in best:
-            factor = 1.0 if scale is None else float(scale[i])
-            gate = factor * (gates[i] @ row)
-            hidden = gate / (1 + np.exp(-gate)) * (ups[i] @ row)
-            expected += powers[i] / powers[best].sum() * factor * (downs[i] @ hidden)
-        np.testing.assert_allclose(out, expected, rtol=1e-4)
 
 
 def test_an_executor_runs_a_forward_pass_over_its_store() -> None:
@@ -115,10 +87,3 @@ def test_layers_write_to_the_group_they_are_in() -> None:
     assert not np.allclose(all_seen[1], x[1, 0])
     np.testing.assert_array_equal(stores[1].read(0, "k", near.cells), x.reshape(2, 4))
     np.testing.assert_array_equal(stores[0].read(0, "k", wide.cells), 2 * x.reshape(2, 4))
-
-
-def test_learned_positions_are_those_of_the_plan() -> None:
-    ops = _ops(causal_plan([1, 2], start=7))
-    np.testing.assert_array_equal(ops.embed_positions(TABLE), TABLE[7:9])
-    with pytest.raises(PositionError, match="position 10: the model has learned 10 positions"):
-        _ops(causal_plan([1], start=10)).embed_positions(TABLE)

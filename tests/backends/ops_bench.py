@@ -1,8 +1,9 @@
-"""Forward passes made by hand, run by the ggml backend over memory of any shape."""
+"""Forward passes made by hand, run by either backend; ggml's over memory of any shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import to_rows
+from kvcellar.backends.numpy import store as numpy
+from kvcellar.backends.numpy.ops import NumpyExecutor
 from kvcellar.backends.operations import Ops
 from kvcellar.batch import MicroBatch
 from kvcellar.plan import CellPlan, Plan, StatePlan
@@ -21,7 +24,7 @@ from kvcellar.types import AnyArray, Float32Array, KVType, MemorySpec
 NO_MEMORY = MemorySpec((), None, ())
 _BYTES = 2**24
 
-Pass = Callable[[Ops[int], int], int]
+Pass = Callable[[Ops[Any], Any], Any]
 """From the ops and the input ``[n, n_embd]`` to the output ``[n, m]``."""
 
 
@@ -71,6 +74,32 @@ class Bench:
             self.memory.states.close()
         self.backend.api.ggml_free(self._context)
         self.backend.close()
+
+
+class NumpyBench:
+    """The same without memory; a tensor is its array."""
+
+    def weight(self, values: npt.ArrayLike, kind: KVType = KVType.F32) -> Float32Array:
+        """An array of these values as that type stores them."""
+        array = np.asarray(values, np.float32)
+        rows = numpy.to_rows(array.reshape(-1, array.shape[-1]), kind)
+        return numpy.from_rows(rows, kind).reshape(array.shape)
+
+    def executor(self, forward: Pass) -> NumpyExecutor:
+        """What runs a pass over plans of embeddings."""
+        nothing = np.empty((0, 0), np.float32)
+        return NumpyExecutor(NO_MEMORY, (), lambda ops: forward(ops, ops.embed(nothing)))
+
+    def run(self, forward: Pass, plan: Plan | npt.ArrayLike) -> Float32Array:
+        """A pass over one plan, or over embeddings alone."""
+        given = plan if isinstance(plan, Plan) else plan_of(plan)
+        return np.array(self.executor(forward).run(given))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+AnyBench: TypeAlias = Bench | NumpyBench
 
 
 def plan_of(
