@@ -14,7 +14,7 @@ from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
-from kvcellar.cache.hybrid import HybridCache, parts_of
+from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.testing.duel import snapshot
@@ -115,7 +115,7 @@ def recurrent(
 
 def states_of(cache: Cache) -> FailingStates:
     """The store of the states of a cache."""
-    (part,) = (part for part in parts_of(cache) if isinstance(part, RecurrentCache))
+    (part,) = (part for part in cache.parts if isinstance(part, RecurrentCache))
     assert isinstance(part.store, FailingStates)
     return part.store
 
@@ -145,7 +145,7 @@ def cache_of(kinds: str, n_kept: int = 6, like: Cache | None = None, size: int =
 
 def failing_of(cache: Cache, part: int) -> Failing:
     """What makes the store of a part fail."""
-    of = parts_of(cache)[part]
+    of = cache.parts[part]
     assert isinstance(of, AttentionCache | RecurrentCache)
     assert isinstance(of.store, FailingStore | FailingStates)
     return of.store.failing
@@ -161,7 +161,7 @@ def put(cache: Cache, seq_ids: int | Sequence[int], n: int, n_ubatch: int = 4) -
         for plan in placement.plans():
             ids = plan.micro.tokens
             assert ids is not None
-            groups = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
+            groups = [part for part in cache.parts if isinstance(part, AttentionCache)]
             for cells, part in zip(plan.groups, groups, strict=True):
                 assert isinstance(part.store, SignatureStore)
                 part.store.fill(cells.cells, ids.astype(np.int64), plan.micro.positions)
@@ -183,7 +183,7 @@ def assert_clean(part: AttentionCache, n_kv: int) -> None:
 def everything(cache: Cache) -> list[object]:
     """All that a failed call must leave as it was."""
     found: list[object] = [cache.in_transaction]
-    for part in parts_of(cache):
+    for part in cache.parts:
         part.check()
         if isinstance(part, AttentionCache):
             found.append(snapshot(part, only_used=True))
@@ -202,11 +202,11 @@ def check_texts(cache: Cache, texts: dict[int, list[tuple[int, int]]]) -> None:
     for seq, text in texts.items():
         tokens = [token for token, _ in text]
         at = [position for _, position in text]
-        for part in parts_of(cache):
+        for part in cache.parts:
             evicted, gone = list[int](), list[int]()
             if isinstance(part, SlidingCache):
                 evicted = part.seq_evicted(seq).tolist()
-                gone = part.seq_slid_positions(seq).tolist()
+                gone = part.seq_evicted_positions(seq).tolist()
             assert [*evicted, *part.seq_tokens(seq).tolist()] == tokens
             assert [*gone, *part.seq_positions(seq).tolist()] == at
             if isinstance(part, AttentionCache):
@@ -223,11 +223,11 @@ def check_texts(cache: Cache, texts: dict[int, list[tuple[int, int]]]) -> None:
 
 def text_of(cache: Cache, seq: int) -> list[tuple[int, int]]:
     """What the part that knows the most knows of a sequence: tokens with their positions."""
-    part = parts_of(cache)[0]
+    part = cache.parts[0]
     tokens, at = part.seq_tokens(seq).tolist(), part.seq_positions(seq).tolist()
     if isinstance(part, SlidingCache):
         tokens = [*part.seq_evicted(seq).tolist(), *tokens]
-        at = [*part.seq_slid_positions(seq).tolist(), *at]
+        at = [*part.seq_evicted_positions(seq).tolist(), *at]
     return list(zip(tokens, at, strict=True))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcellar.batch import Batch
-from kvcellar.cache.hybrid import HybridCache, has_states, parts_of
+from kvcellar.cache.hybrid import HybridCache
 from kvcellar.errors import (
     BatchError,
     CacheError,
@@ -58,8 +58,8 @@ class TestQuestions:
         assert cache.seq_tokens(1).tolist() == cache.seq_positions(1).tolist() == list(range(6))
         assert (cache.seq_count(1), cache.seq_count(0)) == (6, 0)
         assert cache.view().n_cells == 24
-        assert parts_of(cache) == cache.parts == (*cache.groups, cache.states)
-        assert has_states(cache)
+        assert cache.parts == (*cache.groups, cache.states)
+        assert cache.has_states
 
     def test_without_a_group_the_states_answer(self) -> None:
         cache = HybridCache([], ToyStates())
@@ -73,7 +73,7 @@ class TestQuestions:
         decode(cache, 0, 6)
         cache.groups[1].seq_rm(0, 0, 3)
         assert (cache.seq_pos_min(0), cache.seq_pos_max(0)) == (3, 5)
-        assert not has_states(cache)
+        assert not cache.has_states
 
     def test_all_parts_must_be_able_to_shift(self) -> None:
         assert hybrid().can_shift
@@ -85,8 +85,8 @@ class TestQuestions:
 
     def test_a_cache_of_one_piece_is_its_own_part(self) -> None:
         alone = group()
-        assert parts_of(alone) == (alone,)
-        assert not has_states(alone)
+        assert alone.parts == (alone,)
+        assert not alone.has_states
 
     def test_check_sees_parts_that_part(self) -> None:
         cache = hybrid()
@@ -461,7 +461,7 @@ class TestUpkeep:
         cache = hybrid(group(16), group(16, window=8), states=False)
         decode(cache, 0, 6)
         before = everything(cache)
-        store = cache.groups[1].store  # type: ignore[attr-defined]
+        store = cache.groups[1].store
         assert isinstance(store, BrokenStore)
         store.broken = True
         with pytest.raises(MemoryError):

@@ -6,7 +6,6 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache, HybridCache
-from kvcellar.cache.hybrid import has_states
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.errors import BatchError, CacheFull, PositionError
 from tests.cache.helpers import snapshot
@@ -38,7 +37,7 @@ def all_of(cache: HybridCache) -> tuple[object, ...]:
 
 def test_both_know_the_same() -> None:
     cache = pair()
-    assert has_states(cache)
+    assert cache.has_states
     put(cache, 0, 1, 2, 3)
     put(cache, 0, 4)
     assert cache.seq_tokens(0).tolist() == [1, 2, 3, 4]

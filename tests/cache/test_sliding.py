@@ -127,7 +127,7 @@ class TestReuse:
         assert held(cache) == [*range(2, 10)]
         assert cache.seq_pos_min(0) == 2
         assert cache.seq_evicted(0).tolist() == [100, 101]
-        assert cache.seq_slid_positions(0).tolist() == [0, 1]
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1]
         assert cache.seq_count(0) == 8
 
     def test_that_of_the_sequence_whose_window_is_farthest_ahead(self) -> None:
@@ -148,7 +148,7 @@ class TestReuse:
         put(cache, 0, 1)
         assert layout(cache) == "111100000"
         assert (held(cache, 0), held(cache, 1)) == ([5, 6, 7, 8, 9], [0, 1, 2, 3])
-        assert cache.seq_slid_positions(0).tolist() == [0, 1, 2, 3, 4]
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1, 2, 3, 4]
         assert len(cache.seq_evicted(1)) == 0
 
     def test_later_microbatches_reuse_what_earlier_ones_wrote(self) -> None:
@@ -250,14 +250,14 @@ class TestEdits:
         cache = make(8)
         put(cache, 0, 8)
         put(cache, 0, 4)
-        before = snapshot(cache), cache.seq_slid_positions(0).tolist()
+        before = snapshot(cache), cache.seq_evicted_positions(0).tolist()
 
         assert cache.seq_rm(0, p0, p1) is (left is not None)
 
         if left is None:
-            assert (snapshot(cache), cache.seq_slid_positions(0).tolist()) == before
+            assert (snapshot(cache), cache.seq_evicted_positions(0).tolist()) == before
         else:
-            assert [*cache.seq_slid_positions(0), *held(cache)] == left
+            assert [*cache.seq_evicted_positions(0), *held(cache)] == left
         cache.check()
 
     def test_removing_every_sequence_is_all_or_nothing(self) -> None:
@@ -279,7 +279,7 @@ class TestEdits:
         before = snapshot(cache)
         if p1 > 5:
             cache.seq_cp(0, 1, 0, p1)
-            assert cache.seq_slid_positions(1).tolist() == [0, 1, 2, 3]
+            assert cache.seq_evicted_positions(1).tolist() == [0, 1, 2, 3]
             assert held(cache, 1) == [*range(4, p1)]
         else:
             with pytest.raises(CacheError, match="seq_cp would leave sequence 1"):
@@ -292,10 +292,10 @@ class TestEdits:
         put(cache, 0, 4)
         assert cache.seq_rm(0, 1, 3)
         cache.seq_add(0, 3, -1, -2)
-        assert cache.seq_slid_positions(0).tolist() == [0, 1]
+        assert cache.seq_evicted_positions(0).tolist() == [0, 1]
         assert held(cache) == [*range(2, 10)]
         cache.seq_add(0, 0, -1, -1)
-        assert cache.seq_slid_positions(0).tolist() == [0]
+        assert cache.seq_evicted_positions(0).tolist() == [0]
 
     @pytest.mark.parametrize("delta", [-5, -9])
     def test_moving_over_what_slid_out_is_refused(self, delta: int) -> None:
@@ -455,7 +455,7 @@ class TestFailures:
         placement.release()
         assert snapshot(cache) == before
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert store_content(cache) == [-1] * 8
 
     def test_rows_that_came_back_are_wiped_once_they_are_freed(self) -> None:
@@ -464,11 +464,11 @@ class TestFailures:
         with cache.transaction() as t:
             put(cache, 0, 1)
             cache.seq_rm(0)
-            cache.zero_freed()
+            cache._sync.zero_freed()
             t.rollback()
         assert store_content(cache) == [0, 1, 2, 3]
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert store_content(cache) == [-1] * 4
 
 

@@ -115,7 +115,7 @@ def test_the_whole_text_and_what_is_held_are_told_apart() -> None:
     """llama.cpp#19225: the smallest position of the window misled callers."""
     cache = make(4, 2)
     put(cache, 0, 30, n_ubatch=2)
-    whole = [*cache.seq_slid_positions(0), *cache.seq_positions(0)]
+    whole = [*cache.seq_evicted_positions(0), *cache.seq_positions(0)]
     assert whole == [*range(30)]
     assert [*cache.seq_evicted(0), *cache.seq_tokens(0)] == [*range(100, 130)]
     assert cache.seq_pos_min(0) == 24
@@ -253,7 +253,7 @@ def test_a_cache_with_nothing_partial_keeps_no_checkpoint() -> None:
     spec = sliding_spec(16, 4, 1)
     cache = AttentionCache(spec, SignatureStore(spec))
     put(cache, 0, 8)
-    assert not hasattr(cache, "checkpoint")
+    assert not cache.checkpoint(0)
     assert cache.rewind(0, 3) == 3
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache, KeepsCheckpoints
+from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.hybrid import HybridCache, parts_of
+from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get, state_set
@@ -70,7 +70,7 @@ def run(cache: Cache, ops: Sequence[tuple[object, ...]]) -> None:
                 put(cache, *numbers)
         elif name == "defrag":
             cache.defrag()
-        elif name != "checkpoint" or isinstance(cache, KeepsCheckpoints):
+        else:
             getattr(cache, str(name))(*numbers)
 
 
@@ -186,8 +186,6 @@ def _going_back(cache: RecurrentCache, seq: int) -> dict[int, list[tuple[int, in
 def test_going_back_after_a_load_gives_what_it_gave_before(kinds: str) -> None:
     source = cache_of(kinds, size=40)
     target = cache_of(kinds, like=source, size=40)
-    assert isinstance(source, KeepsCheckpoints)
-    assert isinstance(target, KeepsCheckpoints)
     for n in (5, 7, 4):
         put(source, 0, n)
     text = text_of(source, 0)
@@ -226,7 +224,7 @@ def assert_usable(cache: Cache) -> None:
     """No row that a failure spoilt is met by what comes next."""
     for seq in range(N_SEQ):
         put(cache, seq, 1)
-    for part in parts_of(cache):
+    for part in cache.parts:
         part.check()
         if isinstance(part, AttentionCache):
             assert isinstance(part.store, SignatureStore)
@@ -256,9 +254,9 @@ def test_a_store_that_fails_half_way_leaves_every_part_as_it_was(
 
 def test_rows_that_a_failure_left_are_wiped_only_if_they_were_known() -> None:
     target, content = prepared("fw")
-    part = parts_of(target)[0]
+    part = target.parts[0]
     assert isinstance(part, AttentionCache)
-    part._upkeep.mark = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
+    part._sync.mark = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
     failing_of(target, 0).after = 0
     with pytest.raises(MemoryError):
         state_set(target, content, [0, 1])
@@ -392,7 +390,6 @@ def test_nothing_is_taken_or_put_in_while_a_batch_is_decoded(kinds: str) -> None
                 state_get(cache, [0], -1, p1)
         with pytest.raises(CacheError, match="being decoded"):
             state_set(cache, content, [2])
-        assert isinstance(cache, AttentionCache | RecurrentCache | HybridCache)
         assert cache.is_decoding
         assert tables(cache) == during
         placement.release()
@@ -401,7 +398,7 @@ def test_nothing_is_taken_or_put_in_while_a_batch_is_decoded(kinds: str) -> None
 
 def tables(cache: Cache) -> list[bytes]:
     """The cells of all parts, which a check would refuse while a batch is decoded."""
-    groups = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
+    groups = [part for part in cache.parts if isinstance(part, AttentionCache)]
     return [array.tobytes() for part in groups for array in part.table.save().arrays]
 
 
@@ -426,7 +423,7 @@ def test_a_sequence_that_is_empty_there_stays_as_it_is_here(kinds: str) -> None:
 
 def checkpoints(cache: Cache, seq: int) -> list[tuple[int, ...]]:
     """Where the parts of a cache can go back to."""
-    parts = [one for one in parts_of(cache) if isinstance(one, SlidingCache | RecurrentCache)]
+    parts = [one for one in cache.parts if isinstance(one, SlidingCache | RecurrentCache)]
     return [part.checkpoints(seq) for part in parts]
 
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache.base import Cache, KeepsCheckpoints
-from kvcellar.cache.content import CellData, SequenceData, join
-from kvcellar.cache.eviction import n_kept
+from kvcellar.cache.base import Cache
+from kvcellar.cache.content import CellData, SequenceData, join, n_kept
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
@@ -63,8 +62,7 @@ def test_joined_pieces_are_the_whole(
     pieces, at = [], 0
     for n in lengths:
         put(source, 1, n)
-        if isinstance(source, KeepsCheckpoints):
-            source.checkpoint(1)  # single tokens leave none by themselves
+        source.checkpoint(1)  # single tokens leave none by themselves
         if disturbed and "window" in kind:
             put(source, 0, 5)  # so that what is behind the window goes
         at += n

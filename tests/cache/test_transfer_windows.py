@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache import CheckpointBudget
-from kvcellar.cache.content import SequenceData, WindowData, pick
-from kvcellar.cache.eviction import n_kept
+from kvcellar.cache.content import SequenceData, WindowData, n_kept, pick
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (

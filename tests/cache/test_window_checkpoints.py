@@ -131,7 +131,7 @@ class TestGoingBack:
         assert held(cache) == [*range(6, 14)]
         assert cache.seq_rm(0, 7, -1) is False
         assert cache.seq_rm(0, 6, -1) is True
-        assert (held(cache), cache.seq_slid_positions(0).tolist()) == ([3, 4, 5], [0, 1, 2])
+        assert (held(cache), cache.seq_evicted_positions(0).tolist()) == ([3, 4, 5], [0, 1, 2])
         assert cache.checkpoints(0) == (6,)
         cache.check()
 
@@ -184,10 +184,10 @@ class TestGoingBack:
         put(cache, 0, 4)
         go_on(cache, 8)
         cache.seq_rm(0, 10, -1)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert cache.seq_rm(0, 4, -1) is True
         cache.seq_rm(0)
-        cache.zero_freed()
+        cache._sync.zero_freed()
         assert isinstance(cache.store, SignatureStore)
         assert cache.store.content.tolist() == [-1] * 8
 
@@ -268,7 +268,7 @@ class TestGoingBack:
             t.rollback()
         assert snapshot(cache, only_used=True) == before
         assert cache.checkpoints(0) == (5,)
-        assert cache.seq_slid_positions(0).tolist() == [*range(5)]
+        assert cache.seq_evicted_positions(0).tolist() == [*range(5)]
 
 
 class TestWhenTheyGo:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvcellar.batch import Batch, MicroBatch, Rows
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache import AttentionCache, CacheView, Placement
-from kvcellar.cache.base import CheckpointBudget, Coupled
+from kvcellar.cache.base import Cache, CheckpointBudget, Coupled, Remember, Transaction
 from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
-from kvcellar.cache.transaction import Remember, Undoable
+from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable
 from kvcellar.cellsets import clamp_range, unpack_owners
 from kvcellar.errors import CacheError, OptionError, PositionError
@@ -24,27 +25,23 @@ from tests.cache.helpers import snapshot
 Text = list[tuple[int, int]]  # tokens with their positions
 
 
-class ToyStates:
-    """States that are the texts they have absorbed. Implements ``StateCache``.
+class ToyStates(RecurrentCache):
+    """States that are the texts they have absorbed.
 
     A state can go back to where a batch ended. ``broken`` names a method that fails.
     """
 
     def __init__(self, n_seq_max: int = 4) -> None:
+        Cache.__init__(self)
         self.spec = CacheSpec(1, n_seq_max, ())
         self.texts: list[Text] = [[] for _ in range(n_seq_max)]
         self.kept: list[set[int]] = [set() for _ in range(n_seq_max)]  # numbers of tokens
         self.broken = ""
         self.plans = 0
-        self._open: ToyPart | None = None
-        self._transactions: list[ToyTransaction] = []
+        self.all_open: list[ToyTransaction] = []
+        self._nest = self.all_open  # type: ignore[assignment]
 
-    can_shift = True
     used = token_count = 0
-
-    @property
-    def in_transaction(self) -> bool:
-        return bool(self._transactions)
 
     def watch(self, remember: Remember) -> None:
         raise AssertionError(f"{remember} watches a part")
@@ -153,25 +150,13 @@ class ToyStates:
         del self.texts[seq_id][n_left:]
         self.kept[seq_id] = {n for n in self.kept[seq_id] if n <= n_left}
 
-    def transaction(self) -> ToyTransaction:
+    def _begin(self, watchers: Sequence[Remember]) -> ToyTransaction:  # type: ignore[override]
         self.fail("transaction")
-        self._transactions.append(ToyTransaction(self, self._transactions))
-        return self._transactions[-1]
+        return ToyTransaction(self, self.all_open, watchers)
 
     # -- decoding
 
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        raise AssertionError(f"a part places nothing: {batch, n_ubatch, n_vocab, n_embd, coupled}")
-
-    def check_rows(self, rows: Rows, coupled: Coupled) -> None:  # noqa: ARG002
+    def check_rows(self, rows: Rows, coupled: Coupled = "same") -> None:  # noqa: ARG002
         last = {seq: self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)}
         for row, seq in zip(*unpack_owners(rows.owners), strict=True):
             at = int(rows.positions[row])
@@ -179,27 +164,27 @@ class ToyStates:
                 raise PositionError(f"position {at} does not follow on from {last[seq]}")
             last[seq] = at
 
-    def take(self, micros: Sequence[MicroBatch]) -> ToyPart:
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
         self.fail("take")
         for micro in micros:
             rows, seqs = unpack_owners(micro.owners)
             counts = {seq: int((seqs == seq).sum()) for seq in set(seqs.tolist())}
             assert len(set(counts.values())) == 1, "a microbatch has equally many of each"
             assert len(rows) == micro.n_tokens
-        self._open = ToyPart(self, micros)
+        self._open = Placement(micros, [], ToyPart(self, micros))
         return self._open
 
 
-class ToyPart:
+class ToyPart(StatePlacement):
     """A batch that states absorb when it is committed."""
 
     def __init__(self, states: ToyStates, micros: Sequence[MicroBatch]) -> None:
         self.is_open = True
-        self._states = states
-        self._micros = micros
+        self._all = states
+        self._micros = tuple(micros)
 
     def plan(self, i: int) -> StatePlan:
-        self._states.plans += 1
+        self._all.plans += 1
         n = len(set(unpack_owners(self._micros[i].owners)[1].tolist()))
         return StatePlan(np.zeros(n, np.int32), np.arange(n))
 
@@ -210,38 +195,36 @@ class ToyPart:
             assert micro.tokens is not None
             for row, seq in zip(*unpack_owners(micro.owners), strict=True):
                 entry = (int(micro.tokens[row]), int(micro.positions[row]))
-                self._states.texts[seq].append(entry)
+                self._all.texts[seq].append(entry)
                 touched.add(int(seq))
         for seq in touched:
-            self._states.kept[seq].add(len(self._states.texts[seq]))
+            self._all.kept[seq].add(len(self._all.texts[seq]))
 
     def release(self) -> None:
         self.is_open = False
 
 
-class ToyTransaction(Undoable):
+class ToyTransaction(Transaction):
     """A copy of everything."""
 
-    def __init__(self, states: ToyStates, all_open: list[ToyTransaction]) -> None:
-        self._states, self._saved, self._all = states, states.state(), all_open
+    def __init__(
+        self, states: ToyStates, nest: list[ToyTransaction], watchers: Sequence[Remember]
+    ) -> None:
+        super().__init__(states, nest, watchers)
+        self._states, self._saved, self._all = states, states.state(), nest
+        nest.append(self)
 
-    @property
-    def is_open(self) -> bool:
-        return self in self._all
+    def _take_back(self) -> None:
+        self._states.load(self._saved)
 
-    def commit(self) -> None:
-        assert self._all[-1] is self
+    def _ended(self, *, kept: bool) -> None:  # noqa: ARG002
         self._all.pop()
-
-    def rollback(self) -> None:
-        if self.is_open:
-            while self._all.pop() is not self:
-                pass
-            self._states.load(self._saved)
 
 
 class Stubborn(AttentionCache):
     """A group that cuts sequences only at multiples of three."""
+
+    keeps_every_token = False
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         lo, hi = clamp_range(p0, p1)
@@ -317,7 +300,7 @@ def texts(cache: HybridCache, seq_id: int) -> list[Text]:
         )
         evicted: Text = []
         if isinstance(part, SlidingCache):
-            at = part.seq_slid_positions(seq_id).tolist()
+            at = part.seq_evicted_positions(seq_id).tolist()
             evicted = list(zip(part.seq_evicted(seq_id).tolist(), at, strict=True))
         found.append([*evicted, *text])
     return found

@@ -28,7 +28,7 @@ def entry(key: str, parent: str, i: int, used: float = 0.0, n_bytes: int = 1) ->
 
 
 def keys(forest: Forest, max_bytes: int | None = None, since: float | None = None) -> list[str]:
-    return [block.key for block, _ in forest.leaving(max_bytes, since, NEVER)]
+    return [block.key for block, _ in forest.removable(max_bytes, since, NEVER)]
 
 
 FORK = [
@@ -51,13 +51,13 @@ def test_age_counts_for_whole_texts() -> None:
     """The first block was not used since 5, but the text that goes on from it was."""
     assert keys(Forest(FORK), since=5.0) == ["c", "b"]
     assert keys(Forest(FORK), since=5.1) == ["c", "b", "x", "a"]
-    reasons = {reason for _, reason in Forest(FORK).leaving(0, 5.0, NEVER)}
+    reasons = {reason for _, reason in Forest(FORK).removable(0, 5.0, NEVER)}
     assert reasons == {"unused", "over budget"}
 
 
 def test_what_lacks_a_block_before_it_goes() -> None:
     forest = Forest([one for one in FORK if one.key != "b"])
-    assert list(forest.leaving(None, None, NEVER)) == [(forest.blocks["c"], "unreachable")]
+    assert list(forest.removable(None, None, NEVER)) == [(forest.blocks["c"], "unreachable")]
     assert forest.chain("c") is None
     assert forest.chain("x") == [forest.blocks["a"], forest.blocks["x"]]
 
@@ -66,10 +66,12 @@ def test_what_may_be_being_stored_stays() -> None:
     """Used since, or followed by what was: then those before it are on their way."""
     used = {"c": 7.0, "b": 3.0, "x": 1.0}
     world = [replace(one, used=used[one.key]) for one in FORK if one.key != "a"]
-    gone = [[b.key for b, _ in Forest(world).leaving(None, None, t)] for t in (0.5, 1.0, 6.9, 7.0)]
+    gone = [
+        [b.key for b, _ in Forest(world).removable(None, None, t)] for t in (0.5, 1.0, 6.9, 7.0)
+    ]
     assert gone == [[], ["x"], ["x"], ["x", "c", "b"]]
-    assert {reason for _, reason in Forest(world).leaving(None, 7.5, 0.5)} == {"unused"}
-    assert [block.key for block, _ in Forest(world).leaving(1, None, 0.5)] == ["x", "c"]
+    assert {reason for _, reason in Forest(world).removable(None, 7.5, 0.5)} == {"unused"}
+    assert [block.key for block, _ in Forest(world).removable(1, None, 0.5)] == ["x", "c"]
 
 
 def test_stretches_are_what_the_same_texts_share() -> None:
@@ -115,7 +117,7 @@ def test_whatever_notes_claim(
     forest = Forest(entries)
     listed = [block.key for one in forest.stretches() for block in one.blocks]
     assert sorted(listed) == sorted(world)
-    gone = [block.key for block, _ in forest.leaving(size, since, idle)]
+    gone = [block.key for block, _ in forest.removable(size, since, idle)]
     assert len(set(gone)) == len(gone)
     left = Forest([one for one in entries if one.key not in gone])
     assert sum(one.entry.n_bytes for one in left.blocks.values()) <= size

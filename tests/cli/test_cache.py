@@ -75,7 +75,7 @@ def test_what_cannot_be_reached_is_told(
 def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
     DiskStore(tmp_path / "new").close()
     assert invoke("cache", "list", tmp_path / "new").stdout == "0 entries, 0 bytes\n"
-    assert invoke("cache", "verify", tmp_path / "new").stdout == "0 entries, 0 bytes: all sound\n"
+    assert invoke("cache", "verify", tmp_path / "new").stdout == "0 entries, 0 bytes: all intact\n"
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "gc", "inspect", "export"])
@@ -117,7 +117,7 @@ def test_an_entry_by_the_start_of_its_key(
     assert result.exit_code == 0, result.stderr
     assert entries[1]["key"] in result.stdout
     assert entries[0]["key"] in result.stdout  # which it follows
-    assert "8 to 15 of their text" in result.stdout
+    assert "8 to 15 of the text" in result.stdout
     assert "8 tokens at positions 8 to 15; ids 73 74" in result.stdout
     assert "8 cells in 2 layers; K f16 1.0 KiB, V f16 1.0 KiB" in result.stdout
     found = json.loads(invoke("cache", "inspect", filled, entries[0]["key"], "--json").stdout)
@@ -132,7 +132,7 @@ def test_keys_that_name_nothing_or_too_much(
     invoke: Invoke, filled: Path, entries: list[dict[str, Any]]
 ) -> None:
     absent, short = (invoke("cache", "inspect", filled, key) for key in ("zzzz", ""))
-    assert "nothing is stored under it" in absent.stderr
+    assert "no such entry" in absent.stderr
     assert "too short: 5 begin with it" in short.stderr
     assert "too short" in invoke("cache", "inspect", filled, entries[0]["key"][:3]).stderr
 
@@ -184,7 +184,7 @@ def test_a_saved_file(invoke: Invoke, filled_once: Path) -> None:
         "version 1, written by kvcellar",
         "24 tokens at positions 0 to 23, with logits; ids 65 66 67 68 69 70 71 72 ...",
         "24 cells in 2 layers; K f16 3.0 KiB, V f16 3.0 KiB",
-        "checksums     hold",
+        "checksums     match",
     ):
         assert text in " ".join(result.stdout.split(" ")).replace("\n" + " " * 15, " ")
     found = json.loads(invoke("cache", "inspect", path, "--json").stdout)
@@ -218,7 +218,7 @@ def test_a_sound_store(invoke: Invoke, filled: Path) -> None:
     result = invoke("cache", "verify", filled)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("5 entries, ")
-    assert result.stdout.endswith(": all sound\n")
+    assert result.stdout.endswith(": all intact\n")
     assert listed(invoke, filled) == before
     assert tree(filled) == files
 
@@ -242,7 +242,7 @@ def test_what_is_damaged_is_named(
     assert result.exit_code == 1
     told = dict(line.split(": ", 1) for line in result.stdout.splitlines())
     assert told[keys[0]] == "damaged"
-    assert told[keys[1]] == "its file is gone"
+    assert told[keys[1]] == "its file is missing"
     assert "another text" in told[keys[2]]
     assert "no snapshot" in told["letter"]
     assert result.stdout.rstrip().endswith("4 damaged")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.cli import store_tools as opened
-from kvcellar.cli.console import human_bytes
+from kvcellar.cli import store_tools
+from kvcellar.cli.units import human_bytes
 from kvcellar.prompts.archive import import_blocks
 from kvcellar.stores.base import WRITING_S, Entry
 from kvcellar.stores.disk import DiskStore
@@ -38,9 +38,9 @@ def test_a_budget_takes_the_end_of_what_was_not_used(
 
 
 def test_what_nobody_used_goes(invoke: Invoke, filled: Path) -> None:
-    assert "no entry has to go" in invoke("cache", "gc", filled, "--older-than", "1d").stdout
+    assert "no entries to remove" in invoke("cache", "gc", filled, "--older-than", "1d").stdout
     result = invoke("cache", "gc", filled, "--older-than", "0s")
-    assert "removed 5 entries that nobody used for so long" in result.stdout
+    assert "removed 5 entries not used for that long" in result.stdout
     assert result.stdout.endswith("0 entries, 0 bytes are left\n")
     assert tree(filled) == {}
 
@@ -59,8 +59,8 @@ def test_what_is_of_no_use_goes(
     assert result.exit_code == 0
     assert result.stdout == planned.stdout.replace("would remove", "removed")
     assert not stray.exists()
-    assert "removed 2 files and entries that lack each other, 2.0 KiB" in result.stdout
-    assert "removed 1 entries that lack a block before them" in result.stdout
+    assert "removed 2 files without an entry or entries without a file, 2.0 KiB" in result.stdout
+    assert "removed 1 entries with a missing block before them" in result.stdout
     assert "3 entries, " in result.stdout
 
 
@@ -73,14 +73,14 @@ def test_what_lacks_its_start_gets_as_long_as_strays(
     age(filled, WRITING_S - 60)
     for args in (["--dry-run"], []):
         told = invoke("cache", "gc", filled, *args).stdout.splitlines()
-        assert told[0] == "no entry has to go"
-        assert told[1].startswith("3 entries lack a block before them")
-        assert told[1].endswith("nobody used them for 10 min")
+        assert told[0] == "no entries to remove"
+        assert told[1].startswith("3 entries have a missing block before them")
+        assert told[1].endswith("kept until unused for 10 min")
         assert told[2].startswith("4 entries, ")
     assert "removes them 10 min after" in " ".join(invoke("cache", "list", filled).stdout.split())
     age(filled, 60)
     told = invoke("cache", "gc", filled).stdout.splitlines()
-    assert told[0].startswith("removed 3 entries that lack a block before them, ")
+    assert told[0].startswith("removed 3 entries with a missing block before them, ")
     assert told[1].startswith("1 entries, ")
     assert inspect.signature(DiskStore.gc).parameters["min_age_s"].default == WRITING_S
 
@@ -105,7 +105,7 @@ def test_what_another_process_is_storing_stays(
     monkeypatch.setattr(writer, "put", clean_before)
     assert import_blocks(writer, out).n_new == 4
     assert len(told) == 1
-    assert "3 entries lack a block before them" in told[0]
+    assert "3 entries have a missing block before them" in told[0]
     writer.close()
     assert all(entry["reachable"] for entry in listed(invoke, other)["entries"])
 
@@ -123,7 +123,7 @@ def test_what_comes_while_a_store_is_cleaned_stays(
 
     monkeypatch.setattr(DiskStore, "entries", after_a_put)
     told = invoke("cache", "gc", filled).stdout
-    assert "1 entries lack a block before them" in told
+    assert "1 entries have a missing block before them" in told
     assert "6 entries, " in told
 
 
@@ -146,7 +146,7 @@ def test_a_text_goes_to_another_store(
     assert done.stdout.startswith("4 blocks, 32 tokens: ")
     first, again = (invoke("cache", "import", other, out) for _ in range(2))
     assert first.stdout.startswith(f"{out}: 4 blocks, ")
-    assert again.stdout == f"{out}: 0 blocks, 0 bytes; 4 were there\n"
+    assert again.stdout == f"{out}: 0 blocks, 0 bytes; 4 already stored\n"
     keep = {entry["key"]: entry["tokens"] for entry in listed(invoke, other)["entries"]}
     assert keep == {entries[i]["key"]: entries[i]["tokens"] for i in (0, 1, 3, 4)}
     assert invoke("cache", "verify", other).exit_code == 0
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_told(
     out, size = tmp_path / "text.zip", int(entries[0]["n_bytes"])
     invoke("cache", "export", filled, entries[4]["key"], out)
     store = MemoryStore(3 * size)
-    monkeypatch.setattr(opened, "open_or_make", lambda _: store)
+    monkeypatch.setattr(store_tools, "open_or_make", lambda _: store)
     done = invoke("cache", "import", tmp_path / "other", out)
     assert done.exit_code == 0, done.stderr
     assert done.stdout == f"{out}: 3 blocks, {human_bytes(3 * size)}; 1 did not fit\n"
@@ -196,5 +196,5 @@ def test_a_text_without_its_start_is_not_exported(
     value_file(filled, entries[0]["key"]).unlink()
     result = invoke("cache", "export", filled, entries[4]["key"], tmp_path / "out")
     assert result.exit_code == 1
-    assert "a block before it is not there" in result.stderr
+    assert "a block before it is missing" in result.stderr
     assert not (tmp_path / "out").exists()

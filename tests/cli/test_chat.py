@@ -52,7 +52,7 @@ def test_commands(invoke: Invoke, talker: Path) -> None:
         "no turn to take back",
         "took back the last turn",
         "0 of 256 cells used",
-        "Ctrl-C ends an answer",
+        "Ctrl-C stops an answer",
         "all cells are free",
     ):
         assert text in result.stderr
@@ -63,14 +63,14 @@ def test_a_full_cache_is_explained_and_can_be_emptied(invoke: Invoke, talker: Pa
     result = invoke("chat", talker, *GREEDY, stdin=f"{'x' * 300}\n/reset\nhello\n")
     assert result.exit_code == 1
     assert "error: the cache is full" in result.stderr
-    assert "/reset begins anew" in result.stderr
+    assert "/reset starts over" in result.stderr
     assert len(result.stdout) == 7
 
 
 def test_an_unknown_command_is_a_line_that_failed(invoke: Invoke, talker: Path) -> None:
     result = invoke("chat", talker, *GREEDY, stdin="/nonsense x\n/help\none\n")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: no command /nonsense: /help lists those there are\n")
+    assert result.stderr.startswith("error: unknown command /nonsense: /help lists the commands\n")
     assert len(result.stdout) == 7
 
 
@@ -98,7 +98,11 @@ def test_a_person_gets_a_prompt_and_ends_with_ctrl_d(start: Start, talker: Path)
         _read_until(ours, expected, b"> ")
         os.write(ours, typed)
     # One signal may be lost: between the prompt and the wait for a key nobody listens.
-    _read_until(ours, b"(Ctrl-D or /exit ends)", nudge=lambda: process.send_signal(signal.SIGINT))
+    _read_until(
+        ours,
+        b"(Ctrl-D or /exit ends the conversation)",
+        nudge=lambda: process.send_signal(signal.SIGINT),
+    )
     _read_until(ours, b"> ")
     os.write(ours, b"\x04")
     assert process.wait(timeout=60) == 0

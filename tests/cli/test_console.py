@@ -6,7 +6,6 @@ import io
 import sys
 
 import pytest
-import typer
 from rich.table import Table
 
 from kvcellar.cli.console import (
@@ -14,9 +13,7 @@ from kvcellar.cli.console import (
     clean,
     complain,
     console_for,
-    human_bytes,
     is_plain,
-    read_prompt,
     show,
 )
 
@@ -24,20 +21,6 @@ from kvcellar.cli.console import (
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (23040, "22.5 KiB"),
-        (2**40, "1.0 TiB"),
-        (2**51, "2048.0 TiB"),
-    ],
-)
-def test_bytes_for_people(n: int, text: str) -> None:
-    assert human_bytes(n) == text
 
 
 def test_a_terminal_is_not_plain_unless_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,21 +53,6 @@ def test_markup_in_text_is_text() -> None:
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     complain("two\nlines")
     assert capsys.readouterr().err == "error: two lines\n"
-
-
-def test_the_prompt_comes_from_the_argument_or_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("piped\n\n"))
-    assert read_prompt("given") == "given"
-    assert read_prompt("") == ""
-    assert read_prompt("-") == "piped\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("piped"))
-    assert read_prompt(None) == "piped"
-
-
-def test_nobody_waits_at_a_terminal_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(typer.BadParameter, match="pipe one in"):
-        read_prompt(None)
 
 
 def test_bytes_that_are_no_text_are_replaced() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcellar.cli.console import Interrupt
-from kvcellar.cli.conversation import Conversation, chat_ids, messages_of
+from kvcellar.cli.chat import Conversation
+from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.options import Answering
+from kvcellar.cli.prompt import chat_ids, messages_of
 from kvcellar.errors import CacheFull, TemplateError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
@@ -18,7 +19,7 @@ from kvcellar.text.sampler import SamplerOptions
 
 
 def answering(max_tokens: int = 10) -> Answering:
-    return Answering(max_tokens, None, SamplerOptions(temperature=0), 16)
+    return Answering(max_tokens, None, SamplerOptions(temperature=0))
 
 
 def ask(conversation: Conversation, text: str, interrupt: Interrupt | None = None) -> list[str]:

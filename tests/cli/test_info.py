@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.backends.ggml.gguf import GgufFile
-from kvcellar.cli import inspection
+from kvcellar.cli import model_info
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import KVType, LayerSpec
@@ -96,7 +96,7 @@ def test_what_is_no_model_is_an_error(invoke: Invoke, tmp_path: Path, content: b
 def test_memory_that_is_not_known_is_not_guessed(
     invoke: Invoke, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "available_bytes", lambda: None)
+    monkeypatch.setattr(model_info, "available_bytes", lambda: None)
     found = json.loads(invoke("info", talker, "--json").stdout)
     assert found["memory_available"] is None
     assert found["kv_types"]["f16"]["cells_that_fit"] is None
@@ -104,13 +104,13 @@ def test_memory_that_is_not_known_is_not_guessed(
 
 
 def test_weights_count_against_memory(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "available_bytes", lambda: 1000)
-    found = inspection.inspect(talker)
+    monkeypatch.setattr(model_info, "available_bytes", lambda: 1000)
+    found = model_info.read_model_info(talker)
     assert found.weight_bytes == sum(t.n_bytes for t in GgufFile(talker).tensors.values())
     assert found.memory_available == 0
     assert found.kv_types["f16"].cells_that_fit == 0
 
 
 def test_k_and_v_are_counted_by_their_own_sizes() -> None:
-    cost = inspection._cost(KVType.F16, (LayerSpec(2, 64, 32), LayerSpec(1, 64, 32)), 5000)
-    assert cost == inspection.TypeCost(2 * (128 + 64 + 64 + 32), 5000 // 576)
+    cost = model_info._cost(KVType.F16, (LayerSpec(2, 64, 32), LayerSpec(1, 64, 32)), 5000)
+    assert cost == model_info.TypeCost(2 * (128 + 64 + 64 + 32), 5000 // 576)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kvcellar.cli.console import Interrupt
+from kvcellar.cli.interrupt import Interrupt
 
 
 def test_the_first_press_waits_to_be_asked_for() -> None:

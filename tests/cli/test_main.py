@@ -102,7 +102,7 @@ class Impatient:
 
 sys.meta_path.insert(0, Impatient())
 sys.argv = ["kvcellar", "run", "absent.gguf", "hello"]
-from kvcellar.cli.main import main
+from kvcellar.__main__ import main
 main()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
@@ -110,14 +110,14 @@ main()
 
 
 def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered() -> None:
-    code = "import sys; before = {*sys.modules}; import kvcellar.cli.main; print(*sys.modules)"
+    code = "import sys; before = {*sys.modules}; import kvcellar.__main__; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "kvcellar.cli.main" in result.stdout.split()
+    assert "kvcellar.__main__" in result.stdout.split()
     assert not {"typing", "re", "typer", "kvcellar.cli.app"} & {*result.stdout.split()}
 
 

@@ -65,7 +65,7 @@ def test_one_token_has_no_table_of_decoding(invoke: Invoke, talker: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("n", "said"), [(4, "which is in the figures"), (9, "µs a node, taken off")]
+    ("n", "said"), [(4, "so the figures include it"), (9, "µs a node is subtracted")]
 )
 def test_it_says_whether_there_were_enough_graphs(
     invoke: Invoke, talker: Path, n: int, said: str

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli import store_tools as opened
-from kvcellar.cli.console import Interrupt
-from kvcellar.cli.prefill import read_tokens
-from kvcellar.cli.prompt_store import Forgiving, PromptStore, kept
+from kvcellar.cli import store_tools
+from kvcellar.cli.interrupt import Interrupt
+from kvcellar.cli.prompt import read_tokens
+from kvcellar.cli.prompt_cache import BestEffortStore, PromptCacheOptions, stored_at_end
 from kvcellar.cli.store_tools import open_or_make
 from kvcellar.errors import CacheFull, StoreError
 from kvcellar.prompts.cache import PromptCache
@@ -189,13 +189,13 @@ def test_a_store_that_fails_ends_no_run(
     monkeypatch.setattr(DiskStore, verb, fail)
     result = invoke("run", talker, "x" + PROMPT, *COMMON, "--prompt-cache", filled)
     assert (result.exit_code, result.stdout) == (0, plain)
-    warning = "warning: going on without the prompt cache: the disk is full\n"
+    warning = "warning: continuing without the prompt cache: the disk is full\n"
     assert result.stderr.count("warning") == result.stderr.count(warning) == 1
 
 
 def test_a_store_that_failed_is_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
     inner = MemoryStore()
-    store = Forgiving(inner)
+    store = BestEffortStore(inner)
     assert store.put("a", [b"1"], {"n": 1})
     assert (store.get("a"), store.has("a"), store.bytes_used) == (b"1", True, 1)
     assert (store.touch("a"), store.touch("b")) == (True, False)
@@ -236,14 +236,14 @@ class Pressed(Interrupt):
 def test_ctrl_c_is_heard_between_pieces_and_what_came_is_stored(context: Context) -> None:
     prompts, sequence = PromptCache(MemoryStore(), block_size=8), context.sequence()
     ids = list(range(1, 41))
-    with pytest.raises(KeyboardInterrupt), kept(prompts, sequence):
-        read_tokens(sequence, ids, 8, Pressed(4), prompts)
+    with pytest.raises(KeyboardInterrupt), stored_at_end(prompts, sequence):
+        read_tokens(sequence, ids, Pressed(4), prompts)
     assert len(sequence) == 0
     again = context.sequence()
     with pytest.raises(KeyboardInterrupt):
-        read_tokens(again, ids, 8, Pressed(1), prompts)
+        read_tokens(again, ids, Pressed(1), prompts)
     assert len(again) == 0
-    reuse = read_tokens(again, ids, 8, Pressed(9), prompts)
+    reuse = read_tokens(again, ids, Pressed(9), prompts)
     assert reuse is not None
     assert (reuse.n_reused, again.tokens) == (24, ids)
 
@@ -257,11 +257,11 @@ def test_windows_and_states_go_block_by_block(
         context, prompts = model.context(n_ctx=1024, n_ubatch=8), PromptCache(store, block_size=8)
         sequence = context.sequence()
         with pytest.raises(KeyboardInterrupt):
-            read_tokens(sequence, ids, 512, Pressed(3), prompts)
+            read_tokens(sequence, ids, Pressed(3), prompts)
         assert sum(1 for _ in store.entries()) == 2  # asked before, and after nothing was restored
         sequence.close()
-        with context.sequence() as again, kept(prompts, again):
-            reuse = read_tokens(again, ids, 512, Interrupt(), prompts)
+        with context.sequence() as again, stored_at_end(prompts, again):
+            reuse = read_tokens(again, ids, Interrupt(), prompts)
             assert reuse is not None
             assert (reuse.n_reused, len(again)) == (16, 30)
     last = max(store.entries(), key=lambda entry: int(entry.note["start"])).key
@@ -279,11 +279,14 @@ def test_only_what_was_computed_is_kept(context: Context) -> None:
     prompts, sequence = PromptCache(MemoryStore(), block_size=8), context.sequence(range(1, 64))
     for token in (5, 6):
         sequence.push(token)
-    with pytest.raises(CacheFull), kept(prompts, sequence):
+    with pytest.raises(CacheFull), stored_at_end(prompts, sequence):
         raise CacheFull(1, 0)
     assert len(sequence) == 63
     assert prompts.store(sequence) == 7
-    with pytest.raises(ValueError, match="bug"), kept(PromptCache(MemoryStore()), sequence):
+    with (
+        pytest.raises(ValueError, match="bug"),
+        stored_at_end(PromptCache(MemoryStore()), sequence),
+    ):
         raise ValueError("bug")
 
 
@@ -313,8 +316,8 @@ def test_a_folder_has_a_budget_unless_one_is_given(
         asked.append(max_bytes)
         return open_or_make(where, max_bytes, ttl_s)
 
-    monkeypatch.setattr(opened, "open_or_make", remember)
+    monkeypatch.setattr(store_tools, "open_or_make", remember)
     for size in (None, "5M"):
-        with PromptStore(str(tmp_path / "store"), None, size).open():
+        with PromptCacheOptions(str(tmp_path / "store"), None, size).open():
             pass
     assert asked == [10 * 2**30, 5 * 2**20]

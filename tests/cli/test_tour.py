@@ -16,7 +16,7 @@ from kvcellar.cache import AttentionCache
 from kvcellar.cache.view import CacheView
 from kvcellar.cli import tour
 from kvcellar.cli.console import console_for
-from kvcellar.cli.tour_steps import TEN_LINES, Ledger, Stage, Tour, cell_map, legend
+from kvcellar.cli.tour_steps import TEN_LINES, Costs, LiveView, Tour, cell_map, legend
 from kvcellar.runtime.model import Model
 from kvcellar.testing.stores import NullStore
 from kvcellar.types import CacheSpec, LayerSpec
@@ -49,18 +49,18 @@ def test_the_legend_names_what_is_seen() -> None:
     assert text.split() == ["a", "trunk", "b", "fork", "2", "shared", "by", "2", ".", "free"]
 
 
-def test_the_ledger_measures_bytes_and_cells(talker: Path) -> None:
+def test_costs_measure_bytes_and_cells(talker: Path) -> None:
     with Model.from_gguf(talker, n_threads=1) as model:
         context = model.context(n_ctx=32, n_seq_max=2)
-        ledger = Ledger(context)
-        with ledger.entry("read"):
+        costs = Costs(context)
+        with costs.measure("read"):
             sequence = context.sequence([1, 2, 3])
-        with ledger.entry("fork"):
+        with costs.measure("fork"):
             fork = sequence.fork()
-        with ledger.entry("back"):
+        with costs.measure("back"):
             fork.close()
             sequence.trim(1)
-    read, forked, back = ledger.costs
+    read, forked, back = costs.steps
     assert (read.n_tokens, read.cells) == (3, 3)
     assert read.bytes_written == 3 * context.spec.bytes_per_cell
     assert (forked.n_tokens, forked.cells, forked.bytes_written) == (0, 0, 0)
@@ -71,7 +71,7 @@ def test_the_tour_of_a_tiny_model_in_plain_text(talker: Path) -> None:
     stream = io.StringIO()
     with Model.from_gguf(talker, n_threads=1) as model:
         context = model.context(n_ctx=256, n_seq_max=4)
-        Tour(context, Stage(console_for(stream), hurried=False), PROMPT).run()
+        Tour(context, LiveView(console_for(stream), fast=False), PROMPT).run()
         assert [len(sequence) for sequence in context.sequences] == [
             len(PROMPT) + 40,
             len(PROMPT) + 76,
@@ -82,8 +82,8 @@ def test_the_tour_of_a_tiny_model_in_plain_text(talker: Path) -> None:
     assert "\x1b" not in text
     assert [int(n) for n in re.findall(r"(\d) of 5", text)] == [1, 2, 3, 4, 5]
     assert len(re.findall("^   0 [1-9a-d]", text, re.MULTILINE)) == 5  # one map a step
-    assert re.search(r"fork three ways +0 +0\.\d+ +- +0 +0 bytes", text)
-    assert re.search(r"roll back +0 +0\.\d+ +- +-24 +0 bytes", text)
+    assert re.search(r"fork three ways +0 +\d+\.\d+ +- +0 +0 bytes", text)
+    assert re.search(r"roll back +0 +\d+\.\d+ +- +-24 +0 bytes", text)
 
 
 def test_a_slow_machine_gets_shorter_texts(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_a_slow_machine_gets_shorter_texts(talker: Path, monkeypatch: pytest.Mon
     stream = io.StringIO()
     with Model.from_gguf(talker, n_threads=1) as model:
         context = model.context(n_ctx=256, n_seq_max=4)
-        Tour(context, Stage(console_for(stream), hurried=True), PROMPT).run()
-    assert "4 of 5  Fork c goes back 0 tokens" in stream.getvalue()
+        Tour(context, LiveView(console_for(stream), fast=True), PROMPT).run()
+    assert "4 of 5  Fork c is rolled back by 0 tokens" in stream.getvalue()
 
 
 def test_a_prompt_that_does_not_fit_is_an_error(invoke: Invoke, talker: Path) -> None:
@@ -116,7 +116,7 @@ def test_remarks_keep_their_indent(
     stream = io.StringIO()
     with Model.from_gguf(talker, n_threads=1) as model:
         context = model.context(n_ctx=256, n_seq_max=4)
-        Tour(context, Stage(console_for(stream), hurried=True), PROMPT).run()
+        Tour(context, LiveView(console_for(stream), fast=True), PROMPT).run()
     text = stream.getvalue()
     remark = text[text.index("     The cells are free") :].split("\n\n")[0]
     assert " ".join(remark.split()).endswith("; shared ones stay as they are.")

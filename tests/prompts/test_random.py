@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache.hybrid import has_states
 from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.stores.memory import MemoryStore
@@ -97,7 +96,7 @@ class Play:
         if sequence.inexact_from is None:
             check_logits(self.context, sequence.logits, tokens)
         else:
-            assert not has_states(self.context.cache)
+            assert not self.context.cache.has_states
 
     def finish(self) -> None:
         """Texts are right, and what is stored of each is what a fresh decode gives."""

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
-from kvcellar.cache.hybrid import has_states
 from kvcellar.runtime.context import Context
 from kvcellar.types import Float32Array
 from tests.profiles import examples
@@ -95,7 +94,7 @@ class Play:
         sequence.remove(start, start + n)
         del tokens[start : start + n]
         if not self.note_what_waits(which) and start < len(tokens):
-            assert not has_states(self.context.cache)
+            assert not self.context.cache.has_states
             self.exact[which] = min(self.exact[which], start)
 
     def note_what_waits(self, which: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvcellar.backends.base import OpenMemory
 from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.cache import AttentionCache, Cache, HybridCache
-from kvcellar.cache.hybrid import has_states, parts_of
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.models.base import ModelSpec
@@ -41,7 +40,7 @@ def cache_for(*layers: LayerMemory, **options: int) -> Cache:
 
 
 def kinds(cache: Cache) -> list[tuple[type, int, int]]:
-    return [(type(part), part.spec.size, part.spec.window) for part in parts_of(cache)]
+    return [(type(part), part.spec.size, part.spec.window) for part in cache.parts]
 
 
 def test_a_lone_part_is_used_as_it_is() -> None:
@@ -67,14 +66,14 @@ def test_states_stand_beside_groups() -> None:
         (SlidingCache, 512, 100),
         (RecurrentCache, 2048, 0),
     ]
-    assert has_states(cache)
+    assert cache.has_states
 
 
 def test_lone_states_are_used_as_they_are() -> None:
     cache = cache_for(STATE, STATE, checkpoints=3)
     assert isinstance(cache, RecurrentCache)
-    assert has_states(cache)
-    assert not has_states(cache_for(FULL))
+    assert cache.has_states
+    assert not cache_for(FULL).has_states
     assert (cache.spec.size, cache.n_free(), cache.store.spec.n_rows) == (2048, 2048, 7)
     assert cache.states.limit == 3
 

@@ -20,7 +20,6 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.hybrid import parts_of
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse
@@ -96,7 +95,7 @@ def scatter(context: Context) -> None:
 
 def n_runs(context: Context, sequence: Sequence) -> int:
     """How many runs of neighbouring cells hold a text, in the order of its tokens."""
-    cache = parts_of(context.cache)[0]
+    cache = context.cache.parts[0]
     assert isinstance(cache, AttentionCache)
     cells = cache.table.cells_of(sequence.seq_id)
     return 1 + int(np.count_nonzero(np.diff(cells) != 1))

@@ -12,7 +12,6 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import join
-from kvcellar.cache.hybrid import parts_of
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotMismatch
@@ -36,14 +35,14 @@ def pair(shared: Path, arch: str, backend: str = "ggml", **options: Any) -> Iter
 
 def fill(context: Context) -> int:
     """Three sequences that share a text longer than any window; returns its length."""
-    slides = any(isinstance(part, SlidingCache) for part in parts_of(context.cache))
+    slides = any(isinstance(part, SlidingCache) for part in context.cache.parts)
     prefix = text(1, 300) if slides else PREFIX  # windows have 256 cells
     context.decode(Batch.of(prefix, 0))
     for seq in (1, 2):
         context.cache.seq_cp(0, seq)
     for seq, tail in enumerate(TAILS):
         context.decode(Batch.of(tail, seq))
-    for part in parts_of(context.cache):
+    for part in context.cache.parts:
         assert not isinstance(part, SlidingCache) or len(part.seq_evicted(0)) > 0
     return len(prefix)
 

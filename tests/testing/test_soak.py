@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.cache.rows import Upkeep
+from kvcellar.cache.rows import StoreSync
 from kvcellar.testing import soak
 from kvcellar.testing.duel import Duel
 from kvcellar.testing.signs import MIXED, Setup
@@ -35,13 +35,13 @@ def test_every_kind_of_step_is_taken(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_difference_is_reported_with_what_repeats_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clear = Upkeep.clear
+    clear = StoreSync.clear
 
     def forget(upkeep: Any, data: bool) -> None:
         clear(upkeep, data)
         upkeep._table.head = 1
 
-    monkeypatch.setattr(Upkeep, "clear", forget)
+    monkeypatch.setattr(StoreSync, "clear", forget)
     assert soak.main(["--steps", "3000", "--store", "signatures", "--seed", "5"]) == 1
     printed = capsys.readouterr().out
     assert "signatures: " in printed

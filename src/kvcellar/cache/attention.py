@@ -1,18 +1,14 @@
 """The attention cache: one cell a token, over a table of cells and a store of K and V rows.
 
 The table says who owns which cell, the store holds the bytes, and this class keeps the two
-together: what a verb does to positions is applied to K rows by ``update``, which ``place`` calls.
-What that means for the bytes is in ``upkeep.py``, and how it is taken back in ``transaction.py``.
+together: what a verb does to positions is applied to K rows by ``update``, which ``take`` calls.
+What that means for the bytes is in ``rows.py``, and how it is taken back in ``transaction.py``.
 
 * Invariant 5: a failed operation changes nothing. Whatever can fail is tried before anything is
   changed; an open placement undoes itself.
 * Invariant 6: the K row of a cell is the key rotated to ``position - pending``; after ``update``,
   to ``position``. V is never touched by a shift.
 * Invariant 9: rows of freed cells are zeroed before attention looks at them again.
-
-What can be asked of a cache that keeps account of its cells in a table.
-
-Cells of K and V taken out of a cache, and put into one.
 """
 
 from __future__ import annotations
@@ -24,31 +20,68 @@ from dataclasses import replace
 import numpy as np
 
 from kvcellar.backends.base import KVStore
-from kvcellar.batch import Batch, MicroBatch, Rows, split_simple
-from kvcellar.cache.base import Coupled, OnShared
-from kvcellar.cache.content import NO_TOKENS, CellData, RowBytes
+from kvcellar.batch import MicroBatch, Rows
+from kvcellar.cache.base import Cache, Coupled, OnShared, Remember
+from kvcellar.cache.content import NO_TOKENS, CellData, RowBytes, SequenceData
 from kvcellar.cache.placement import (
-    CellPart,
     CellPlacement,
     Placement,
     check_coupled,
     find_cells,
-    micro_batch,
     require_free,
 )
-from kvcellar.cache.rows import Upkeep
-from kvcellar.cache.transaction import Decoding, Remember, Transaction
+from kvcellar.cache.rows import StoreSync
+from kvcellar.cache.transaction import CellTransaction
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable, check_moved
-from kvcellar.cellsets import cell_count, cells_where, pack_owners
-from kvcellar.errors import CacheError, OptionError, ShiftUnsupported, SnapshotMismatch
+from kvcellar.cellsets import Cells, cell_count, cells_where, pack_owners
+from kvcellar.errors import (
+    CacheFull,
+    NotSupported,
+    OptionError,
+    ShiftUnsupported,
+    SnapshotMismatch,
+)
 from kvcellar.types import CacheSpec, Int32Array, Int64Array
 
 
-class Tabled:
-    """Questions about cells and positions, answered from ``table``."""
+class AttentionCache(Cache):
+    """Every verb of llama.cpp's cache.
 
-    table: CellTable
+    Args:
+        spec: the shape; ``spec.size`` cells for ``spec.n_seq_max`` sequences.
+        store: the K and V rows of as many cells.
+        on_shared: what ``seq_add`` and ``seq_div`` do with a cell that others own too.
+        defrag_threshold: the share of holes below ``cell_max`` beyond which ``update`` compacts
+            unasked, a few runs of cells at a time; caches that reach less than 128 cells count as
+            compact. None: only :meth:`defrag` asks for it.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        store: KVStore,
+        on_shared: OnShared = "copy",
+        *,
+        defrag_threshold: float | None = None,
+    ) -> None:
+        if on_shared not in ("copy", "move"):
+            raise OptionError(f"on_shared={on_shared!r}: one of 'copy', 'move'")
+        super().__init__()
+        self.spec = spec
+        self.store = store
+        self.on_shared = on_shared
+        self.table = CellTable(spec.size, spec.n_seq_max)
+        self._sync = StoreSync(self.table, store, defrag_threshold)
+        self._nest = self._sync.journal.open
+        self.watch(self._sync.remember_request)
+
+    # -- questions
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be moved."""
+        return self.store.can_shift or not self._sync.has_rope
 
     @property
     def used(self) -> int:
@@ -61,6 +94,11 @@ class Tabled:
         return self.table.token_count
 
     @property
+    def store_specs(self) -> tuple[CacheSpec]:
+        """The shape of the store."""
+        return (self.store.spec,)
+
+    @property
     def head(self) -> int:
         """Where the next search for free cells starts."""
         return self.table.head
@@ -69,6 +107,10 @@ class Tabled:
         """The index behind the last used cell."""
         return self.table.cell_max()
 
+    def n_free(self) -> int:
+        """How many cells may be filled."""
+        return self.table.n_free()
+
     def seq_pos_min(self, seq_id: int) -> int:
         """The smallest position of a sequence, -1 when it is empty."""
         return self.table.seq_pos_min(seq_id)
@@ -76,10 +118,6 @@ class Tabled:
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position of a sequence, -1 when it is empty."""
         return self.table.seq_pos_max(seq_id)
-
-    def n_free(self) -> int:
-        """How many cells may be filled."""
-        return self.table.n_free()
 
     def seq_count(self, seq_id: int) -> int:
         """How many tokens of a sequence are held."""
@@ -94,6 +132,15 @@ class Tabled:
         at: Int32Array = self.table.positions[self.table.cells_of(seq_id)]
         return at
 
+    def makes_room(self, seq_id: int, start: int, stop: int, *, in_place: bool = True) -> bool:
+        """Whether removing tokens leaves more cells than moving or decoding others takes."""
+        cells = self.table.cells_of(seq_id)
+        if stop > len(cells):
+            return True
+        if in_place and self.can_shift:
+            return self._n_freed(cells[start:stop]) > self._n_copies(cells[stop:])
+        return self._n_freed(cells[start:]) > len(cells) - stop
+
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
         return CacheView.of(self.table, n_seq_max)
@@ -102,27 +149,167 @@ class Tabled:
         """Prove invariants 1 to 4; see :mod:`kvcellar.cells`."""
         self.table.check()
 
+    # -- llama.cpp's verbs
 
-class PortsCells:
-    """What a cache of cells needs for :mod:`kvcellar.cache.transfer`."""
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence (-1: every one) from the range; always True here."""
+        self.require_idle()
+        return self.table.seq_rm(seq_id, p0, p1)
 
-    table: CellTable
-    store: KVStore
-    _upkeep: Upkeep
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let dst share src's cells in the range, in place of what dst had there."""
+        self.require_idle()
+        self.table.seq_cp(src, dst, p0, p1)
 
-    @property
-    def can_shift(self) -> bool:
-        """Whether positions can be moved."""
-        raise NotImplementedError
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+        self.require_idle()
+        self.table.seq_keep(seq_id)
 
-    def export(
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions in the range by delta; cells driven below 0 are freed.
+
+        Raises:
+            PositionError: a position would pass the largest one.
+            ShiftUnsupported: K rows would have to be rotated and the store cannot.
+            CacheFull, NotSupported: shared cells cannot be copied.
+        """
+        self.require_idle()
+        cells, delta = self.table.select(seq_id, p0, p1), operator.index(delta)
+        if cell_count(cells) and delta:
+            at = self.table.positions[cells]
+            check_moved(at, delta)
+            stays = at >= -delta
+            self._require_shift("seq_add", bool(stays.any()))
+            if self.on_shared == "copy":
+                below = self.table.shared(cells_where(cells, ~stays))
+                self._sync.copy_shared(seq_id, cells_where(cells, stays))
+                self.table.disown(seq_id, below)
+        self.table.seq_add(seq_id, p0, p1, delta)
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
+        self.require_idle()
+        if d < 1:
+            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
+        cells = self.table.select(seq_id, p0, p1)
+        if cell_count(cells) and d > 1:
+            moving = cells_where(cells, self.table.positions[cells] > 0)
+            self._require_shift("seq_div", cell_count(moving) > 0)
+            if self.on_shared == "copy":
+                self._sync.copy_shared(seq_id, moving)
+        self.table.seq_div(seq_id, p0, p1, d)
+
+    def clear(self, data: bool = True) -> None:
+        """Empty the cache; ``data=False`` leaves the buffers as they are."""
+        self.require_idle()
+        self._sync.clear(data)
+
+    def defrag(self, max_moves: int | None = None) -> None:
+        """Ask for compaction at the next update, of at most ``max_moves`` runs of cells."""
+        self.require_idle()
+        self._sync.request(max_moves)
+
+    def update(self) -> None:
+        """Apply what is pending: first rotate K rows, then compact.
+
+        If a row cannot be copied, rows that were rotated stay so and compaction stays asked for.
+        """
+        self.require_idle()
+        self._sync.update()
+
+    # -- beyond llama.cpp's
+
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on; returns p0, or what follows the last position if lower."""
+        self.seq_rm(seq_id, max(p0, 0), -1)
+        return min(max(p0, 0), self.seq_pos_max(seq_id) + 1)
+
+    def seq_cut(self, seq_id: int, p0: int, p1: int) -> bool:
+        """Drop a range and close the gap; what could fail in the second step is tried first."""
+        if not self.keeps_every_token:  # the first step may fail: take it back
+            return super().seq_cut(seq_id, p0, p1)
+        self.require_idle()
+        if not self.can_shift:
+            return False
+        self._require_copies(self.table.select(seq_id, p1), self.table.select(seq_id, p0, p1))
+        self.seq_rm(seq_id, p0, p1)
+        self.seq_add(seq_id, p1, -1, p0 - p1)
+        return True
+
+    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
+        """Copy what sequences hold in a range of positions; nothing may be pending."""
+        cells = self._export_cells(seq_ids, lo, hi, checkpoints)
+        return SequenceData(len(seq_ids), (cells,), start=lo)
+
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound content into free cells; the caller takes back what fails half way.
+
+        Raises:
+            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
+        """
+        (group,) = content.groups
+        self._import_cells(group, seq_ids, shift)
+
+    # -- decoding
+
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a batch that is well formed cannot be placed; see :meth:`place`."""
+        self.require_idle()
+        if coupled == "same":
+            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
+        require_free(self.table, len(rows))
+
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+        """Take cells for microbatches that were checked; what is pending is applied first."""
+        self.update()
+        taken = CellPlacement(self.table, self.spec, micros, self.store.wipe)
+        self._open = Placement(micros, [taken])
+        self._sync.wipe_freed(self.spec.padding)
+        return self._open
+
+    # -- steps
+
+    def _begin(self, watchers: Sequence[Remember]) -> CellTransaction:
+        return CellTransaction(self, self._sync.journal, watchers)
+
+    def _resize(self, size: int) -> None:
+        self._sync.resize(size)
+        self.spec = replace(self.spec, size=size)
+
+    def _n_freed(self, cells: Cells) -> int:
+        """How many cells dropping these would make free to be filled."""
+        reserved = self.table.reserved
+        if reserved is not None:
+            cells = cells_where(cells, ~reserved[cells])
+        return cell_count(cells) - cell_count(self.table.shared(cells))
+
+    def _n_copies(self, cells: Cells) -> int:
+        """How many cells moving these would take: shared ones are copied."""
+        return 0 if self.on_shared == "move" else cell_count(self.table.shared(cells))
+
+    def _require_copies(self, cells: Cells, doomed: Cells) -> None:
+        """Raise unless cells can be copied where shared, once the doomed ones are dropped."""
+        needed = self._n_copies(cells)
+        if needed and not self.store.can_copy:
+            raise NotSupported("moving shared cells needs a store that can copy cells")
+        if needed > (free := self.n_free() + self._n_freed(doomed)):
+            raise CacheFull(needed, free, "cells shared with others have to be copied to move")
+
+    def _require_shift(self, verb: str, needed: bool) -> None:
+        if needed and not self.can_shift:
+            raise ShiftUnsupported(
+                f"{verb} would move positions, but the K rows of this cache cannot be rotated: "
+                "remove the cells and decode their tokens again"
+            )
+
+    def _export_cells(
         self,
         seq_ids: Sequence[int],
         lo: int,
         hi: int,
         checkpoints: bool,  # noqa: ARG002  (there are none here)
     ) -> CellData:
-        """What sequences hold in a range of positions; nothing may be pending."""
         table = self.table
         mine = [table.cells_of(seq) for seq in seq_ids]
         mine = [cells[_within(table.positions[cells], lo, hi)] for cells in mine]
@@ -136,16 +323,11 @@ class PortsCells:
             evicted=(NO_TOKENS,) * len(mine),
         )
 
-    def import_(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
-        """Put sound content into free cells; whoever calls takes back what fails half way.
-
-        Raises:
-            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
-        """
-        if any(evicted.shape[1] for evicted in content.evicted):
+    def _import_cells(self, group: CellData, seq_ids: Sequence[int], shift: int) -> None:
+        if any(evicted.shape[1] for evicted in group.evicted):
             hint = "load it into a cache whose windows slide, or decode the text again"
             raise SnapshotMismatch("swa_full", False, True, hint)
-        self._fill(content, seq_ids, shift)
+        self._fill(group, seq_ids, shift)
 
     def _fill(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
         n, table = len(content.positions), self.table
@@ -156,7 +338,7 @@ class PortsCells:
         if n == 0:
             return
         cells = self._cells_for(n)
-        self._upkeep.mark(cells)
+        self._sync.mark(cells)
         write_rows(self.store, cells, content.rows)
         owners = np.asarray(seq_ids, np.int64)[content.owners[1]]
         bits = pack_owners(content.owners[0], owners, n, len(table.owners))
@@ -194,216 +376,3 @@ def _distinct(mine: list[Int64Array], positions: Int32Array) -> tuple[Int64Array
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return by_number[order], rank[which]
-
-
-class AttentionCache(Tabled, PortsCells, Decoding):
-    """Every verb of llama.cpp's cache; see :class:`kvcellar.cache.base.Cache`.
-
-    Args:
-        spec: the shape; ``spec.size`` cells for ``spec.n_seq_max`` sequences.
-        store: the K and V rows of as many cells.
-        on_shared: what ``seq_add`` and ``seq_div`` do with a cell that others own too.
-        defrag_threshold: the share of holes below ``cell_max`` beyond which ``update`` compacts
-            unasked, a few runs of cells at a time; caches that reach less than 128 cells count as
-            compact. None: only :meth:`defrag` asks for it.
-    """
-
-    def __init__(
-        self,
-        spec: CacheSpec,
-        store: KVStore,
-        on_shared: OnShared = "copy",
-        *,
-        defrag_threshold: float | None = None,
-    ) -> None:
-        if on_shared not in ("copy", "move"):
-            raise OptionError(f"on_shared={on_shared!r}: one of 'copy', 'move'")
-        self.spec = spec
-        self.store = store
-        self.on_shared = on_shared
-        self.table = CellTable(spec.size, spec.n_seq_max)
-        self._upkeep = Upkeep(self, self.table, store, defrag_threshold)
-
-    # -- questions
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether positions can be moved."""
-        return self.store.can_shift or not self._upkeep.has_rope
-
-    # -- llama.cpp's verbs
-
-    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
-        """Drop a sequence (-1: every one) from the range; always True here."""
-        self._require_idle()
-        return self.table.seq_rm(seq_id, p0, p1)
-
-    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's cells in the range, in place of what dst had there."""
-        self._require_idle()
-        self.table.seq_cp(src, dst, p0, p1)
-
-    def seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence."""
-        self._require_idle()
-        self.table.seq_keep(seq_id)
-
-    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions in the range by delta; cells driven below 0 are freed.
-
-        Raises:
-            PositionError: a position would pass the largest one.
-            ShiftUnsupported: K rows would have to be rotated and the store cannot.
-            CacheFull, NotSupported: shared cells cannot be copied.
-        """
-        self._require_idle()
-        cells, delta = self.table.select(seq_id, p0, p1), operator.index(delta)
-        if cell_count(cells) and delta:
-            at = self.table.positions[cells]
-            check_moved(at, delta)
-            stays = at >= -delta
-            self._require_shift("seq_add", bool(stays.any()))
-            if self.on_shared == "copy":
-                below = self.table.shared(cells_where(cells, ~stays))
-                self._upkeep.copy_shared(seq_id, cells_where(cells, stays))
-                self.table.disown(seq_id, below)
-        self.table.seq_add(seq_id, p0, p1, delta)
-
-    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
-        self._require_idle()
-        if d < 1:
-            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        cells = self.table.select(seq_id, p0, p1)
-        if cell_count(cells) and d > 1:
-            moving = cells_where(cells, self.table.positions[cells] > 0)
-            self._require_shift("seq_div", cell_count(moving) > 0)
-            if self.on_shared == "copy":
-                self._upkeep.copy_shared(seq_id, moving)
-        self.table.seq_div(seq_id, p0, p1, d)
-
-    def clear(self, data: bool = True) -> None:
-        """Empty the cache; ``data=False`` leaves the buffers as they are."""
-        self._require_idle()
-        self._upkeep.clear(data)
-
-    def defrag(self, max_moves: int | None = None) -> None:
-        """Ask for compaction at the next update, of at most ``max_moves`` runs of cells."""
-        self._require_idle()
-        self._upkeep.request(max_moves)
-
-    def update(self) -> None:
-        """Apply what is pending: first rotate K rows, then compact.
-
-        If a row cannot be copied, rows that were rotated stay so and compaction stays asked for.
-        """
-        self._require_idle()
-        self._upkeep.update()
-
-    # -- beyond llama.cpp's
-
-    def rewind(self, seq_id: int, p0: int) -> int:
-        """Drop a sequence from p0 on; returns p0, or what follows the last position if lower."""
-        self.seq_rm(seq_id, max(p0, 0), -1)
-        return min(max(p0, 0), self.seq_pos_max(seq_id) + 1)
-
-    def transaction(self) -> Transaction:
-        """What happens from here on can be taken back; see :mod:`kvcellar.cache.transaction`."""
-        self._require_idle()
-        return self._upkeep.journal.begin()
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return bool(self._upkeep.journal.open)
-
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cells but lies outside of the cache.
-
-        Args:
-            remember: called when one begins; what it returns is called if that is rolled back.
-        """
-        self._upkeep.journal.watchers.append(remember)
-
-    def resize(self, size: int) -> None:
-        """Have so many cells, whatever is in them; compacted if it would not fit otherwise.
-
-        Old and new buffers exist side by side for a moment. Positions, pending shifts and rows stay
-        as they are.
-
-        Raises:
-            OptionError: size is below 1.
-            CacheFull: more cells are used; nothing has changed.
-            AllocationError: the new buffers cannot be had; nothing has changed.
-            CacheError: a transaction is open, or a batch is being decoded.
-        """
-        self._require_idle()
-        if self.in_transaction:
-            raise CacheError("a transaction is open: end it before resizing")
-        if size < 1:
-            raise OptionError(f"size is {size}: it must be at least 1")
-        self._upkeep.resize(size)
-        self.spec = replace(self.spec, size=size)
-
-    # -- decoding
-
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take cells for every microbatch of a batch, or raise and take none.
-
-        Args:
-            batch: what is to be decoded.
-            n_ubatch: how many tokens are computed at once.
-            n_vocab: token ids must be below it.
-            n_embd: input embeddings must have so many values.
-            coupled: "same" refuses a token whose owners do not hold the same cells.
-
-        Raises:
-            BatchError, SequenceIdError, PositionError: the batch does not fit what is held.
-            CacheFull: fewer cells are free than the batch has tokens.
-        """
-        self._require_idle()
-        batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(self.table.n_seq_max, self.table.seq_pos_max)
-        self.check_rows(rows, coupled)
-        micros = [micro_batch(rows, part) for part in split_simple(len(rows), n_ubatch)]
-        return Placement(micros, [self.take(micros)])
-
-    # -- as a part of a cache of several kinds
-
-    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
-        """Raise if a batch that is well formed cannot be placed; see :meth:`place`."""
-        self._require_idle()
-        if coupled == "same":
-            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
-        require_free(self.table, len(rows))
-
-    def take(self, micros: Sequence[MicroBatch]) -> CellPart:
-        """Take cells for microbatches that were checked; what is pending is applied first."""
-        self.update()
-        taken = CellPlacement(self.table, self.spec, micros, self.store.wipe)
-        self._open = taken
-        self._upkeep.wipe_freed(self.spec.padding)
-        return taken
-
-    # -- what transactions need to know
-
-    def zero_freed(self) -> None:
-        """Zero what free cells still hold."""
-        self._upkeep.zero_freed()
-
-    # -- steps
-
-    def _require_shift(self, verb: str, needed: bool) -> None:
-        if needed and not self.can_shift:
-            raise ShiftUnsupported(
-                f"{verb} would move positions, but the K rows of this cache cannot be rotated: "
-                "remove the cells and decode their tokens again"
-            )

@@ -1,36 +1,441 @@
-"""What every cache offers: llama.cpp's verbs, placing batches, and a view.
+"""What every cache is: llama.cpp's verbs, placing batches, and transactions that take both back.
 
 A failed call changes nothing (invariant 5). Ranges of positions are half open and a negative bound
-is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every sequence.
+is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every sequence. While a
+batch is placed and neither committed nor released, a cache can neither be edited nor decode another
+one; while a transaction is open, it cannot be resized.
 
-Older states that are kept to go back to, and when.
-
-A state cannot forget a token, so a sequence can only go back to where a state of it was kept. Since
-no state is ever changed in its row, keeping one means not to fill its row again: it costs a row,
-but no copy and no time.
-
-Kept without being asked for are the states before and after every batch that had several tokens of
-a sequence, as they are where prompts, turns and drafts begin and end; and, while tokens come one by
-one, a state each ``every`` tokens. Beyond the budget the oldest goes first.
+Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer one
+by a rollback ends those within it; it cannot be committed while one is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from types import TracebackType
+from typing import Literal, TypeAlias, TypeVar
 
-from kvcellar.batch import Batch, MicroBatch, Rows
-from kvcellar.cache.placement import CellPart, Placement, StatePart
-from kvcellar.cache.transaction import Remember, Undoable
+import numpy as np
+
+from kvcellar.batch import Batch, MicroBatch, Rows, split_equal, split_simple
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.placement import Placement, micro_batch
 from kvcellar.cache.view import CacheView
-from kvcellar.errors import OptionError
-from kvcellar.types import CacheSpec, Int32Array
+from kvcellar.errors import CacheError, OptionError
+from kvcellar.types import CacheSpec, Int32Array, StateSpec
+
+OnShared: TypeAlias = Literal["copy", "move"]
+"""What add and div do with a cell that others own too: give the sequence a copy, or move all."""
+
+Coupled: TypeAlias = Literal["same", "any"]
+"""Whether a token's owners must hold the same cells; "any" is for replaying what llama.cpp did."""
+
+Undo: TypeAlias = Callable[[], None]
+Remember: TypeAlias = Callable[[], Undo]
+"""Called when a transaction begins; what it returns is called if that is rolled back."""
+
+T = TypeVar("T", bound="Transaction")
+
+
+class Cache(ABC):
+    """The cache of one context.
+
+    Attributes:
+        spec: the shape that the cache has.
+        parts: the caches that it is made of, the one that knows the most first; itself if it is of
+            one piece.
+        has_states: whether it holds recurrent states.
+        keeps_every_token: whether each token stays until it is removed, and any can be. A state
+            absorbs its tokens, a window loses them.
+    """
+
+    spec: CacheSpec
+    parts: tuple[Cache, ...]
+    has_states: bool = False
+    keeps_every_token: bool = True
+    _nest: Sequence[Transaction]  # the open transactions, the innermost last
+    _open: Placement | None = None  # the batch that is being decoded
+
+    def __init__(self) -> None:
+        self.parts = (self,)
+        self._watchers: list[Remember] = []
+
+    # -- questions
+
+    @property
+    @abstractmethod
+    def can_shift(self) -> bool:
+        """Whether positions can be moved."""
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """How many cells have an owner."""
+
+    @property
+    @abstractmethod
+    def token_count(self) -> int:
+        """The sum of owners over cells: a shared cell counts once for each."""
+
+    @property
+    @abstractmethod
+    def store_specs(self) -> tuple[CacheSpec | StateSpec, ...]:
+        """The shapes of the stores, part by part."""
+
+    @abstractmethod
+    def n_free(self) -> int:
+        """How many more tokens fit."""
+
+    @abstractmethod
+    def seq_pos_min(self, seq_id: int) -> int:
+        """The smallest position held, -1 when the sequence is empty."""
+
+    @abstractmethod
+    def seq_pos_max(self, seq_id: int) -> int:
+        """The largest position held, -1 when the sequence is empty."""
+
+    @abstractmethod
+    def seq_count(self, seq_id: int) -> int:
+        """How many tokens of a sequence are held."""
+
+    @abstractmethod
+    def seq_tokens(self, seq_id: int) -> Int32Array:
+        """Their ids in the order of their positions; -1 where an embedding was decoded."""
+
+    @abstractmethod
+    def seq_positions(self, seq_id: int) -> Int32Array:
+        """Where they stand, ascending."""
+
+    def seq_evicted(self, seq_id: int) -> Int32Array:  # noqa: ARG002
+        """The ids of tokens that have left the window, in the order of their positions."""
+        return np.empty(0, np.int32)
+
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:  # noqa: ARG002
+        """Where those stood, ascending; edits of the sequence move them too."""
+        return np.empty(0, np.int32)
+
+    def makes_room(
+        self,
+        seq_id: int,  # noqa: ARG002
+        start: int,  # noqa: ARG002
+        stop: int,  # noqa: ARG002
+        *,
+        in_place: bool = True,  # noqa: ARG002
+    ) -> bool:
+        """Whether removing the sequence's tokens ``[start, stop)`` leaves room for more.
+
+        Args:
+            seq_id: the sequence.
+            start: the first token that is removed, counted in the order of positions.
+            stop: the first one behind them; it and what follows moves up, or is decoded again.
+            in_place: whether it moves, where positions can be moved.
+        """
+        return True
+
+    @abstractmethod
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove the invariants by brute force; raises InvariantError."""
+
+    # -- llama.cpp's verbs
+
+    @abstractmethod
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence, or every one (-1), from the range; False if the cache cannot."""
+
+    @abstractmethod
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Share what src holds in the range with dst, in place of what dst had there."""
+
+    @abstractmethod
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+
+    @abstractmethod
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move positions in the range by delta; those driven below 0 are dropped."""
+
+    @abstractmethod
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide positions in the range by d, truncating."""
+
+    @abstractmethod
+    def clear(self, data: bool = True) -> None:
+        """Empty the cache; ``data=False`` leaves the buffers as they are."""
+
+    @abstractmethod
+    def defrag(self, max_moves: int | None = None) -> None:
+        """Ask for compaction at the next update, of at most ``max_moves`` runs of cells."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Apply what is pending: first rotate K, then compact."""
+
+    # -- beyond llama.cpp's
+
+    def seq_cut(self, seq_id: int, p0: int, p1: int) -> bool:
+        """Drop a sequence from ``[p0, p1)`` and move what follows up to p0.
+
+        Returns:
+            False if the cache cannot; nothing has changed.
+
+        Raises:
+            PositionError, ShiftUnsupported, CacheFull, NotSupported: as :meth:`seq_add` does.
+        """
+        if not self.can_shift:
+            return False
+        with self.transaction():
+            if not self.seq_rm(seq_id, p0, p1):
+                return False
+            self.seq_add(seq_id, p1, -1, p0 - p1)
+        return True
+
+    @abstractmethod
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Drop a sequence from p0 on, and as much before it as has to go too.
+
+        A state cannot be cut, only exchanged for an older one that was kept. Returns the position
+        from which the sequence has to be decoded again: p0 where it could be cut there, 0 where
+        nothing older was kept.
+        """
+
+    def checkpoint(self, seq_id: int) -> bool:  # noqa: ARG002
+        """Keep what cannot be cut of a sequence, to go back to where it ends now.
+
+        Returns:
+            False if there is nothing to keep, or no budget for it.
+        """
+        return False
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` cells, whatever is in them; compacted if it would not fit otherwise.
+
+        Old and new buffers exist side by side for a moment. Positions, pending shifts and rows stay
+        as they are.
+
+        Raises:
+            OptionError: size is below 1.
+            CacheFull: more cells are used; nothing has changed.
+            AllocationError: the new buffers cannot be had; nothing has changed.
+            CacheError: a transaction is open, or a batch is being decoded.
+        """
+        self.require_idle()
+        if self.in_transaction:
+            raise CacheError("a transaction is open: end it before resizing")
+        if size < 1:
+            raise OptionError(f"size is {size}: it must be at least 1")
+        self._resize(size)
+
+    @abstractmethod
+    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
+        """Copy what sequences hold in a range of positions; nothing may be pending.
+
+        See :func:`kvcellar.cache.transfer.state_get`, which prepares it.
+        """
+
+    @abstractmethod
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound content into sequences; the caller takes back what fails half way.
+
+        See :func:`kvcellar.cache.transfer.state_set`, which checks it.
+        """
+
+    # -- transactions
+
+    def transaction(self) -> Transaction:
+        """What happens from here on can be taken back; see :class:`Transaction`."""
+        self.require_idle()
+        return self._begin(self._watchers)
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open."""
+        return bool(self._nest)
+
+    def watch(self, remember: Remember) -> None:
+        """Let transactions take back what belongs to the cells but lies outside of the cache.
+
+        Args:
+            remember: called when one begins; what it returns is called if that is rolled back.
+        """
+        self._watchers.append(remember)
+
+    # -- decoding
+
+    def place(
+        self,
+        batch: Batch,
+        n_ubatch: int,
+        *,
+        n_vocab: int | None = None,
+        n_embd: int | None = None,
+        coupled: Coupled = "same",
+    ) -> Placement:
+        """Take what every microbatch of a batch needs, or raise and take nothing.
+
+        What is pending is applied first. With states, microbatches have equally many tokens of each
+        of their sequences, whose positions have to follow on.
+
+        Args:
+            batch: what is to be decoded.
+            n_ubatch: how many tokens are computed at once.
+            n_vocab: token ids must be below it.
+            n_embd: input embeddings must have so many values.
+            coupled: "same" refuses a token whose owners do not hold the same cells.
+
+        Raises:
+            BatchError, SequenceIdError, PositionError: the batch does not fit what is held.
+            CacheFull: fewer cells are free than the batch has tokens.
+        """
+        self.require_idle()
+        batch.check_model(n_vocab, n_embd)
+        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
+        self.check_rows(rows, coupled)
+        if self.has_states:
+            pieces = split_equal(rows.owners, n_ubatch)
+        else:
+            pieces = split_simple(len(rows), n_ubatch)
+        return self.take([micro_batch(rows, piece) for piece in pieces])
+
+    @abstractmethod
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a batch that is well formed cannot be placed; changes nothing."""
+
+    @abstractmethod
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+        """Take what microbatches need that were checked, or raise and take nothing."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a batch has been placed and neither committed nor released."""
+        return self._open is not None and self._open.is_open
+
+    def require_idle(self) -> None:
+        """Raise CacheError while a batch is being decoded."""
+        if self._open is not None:
+            if self._open.is_open:
+                raise CacheError("a batch is being decoded: commit or release its placement first")
+            self._open = None
+
+    def abandon(self) -> None:
+        """Release what a batch that is being decoded took."""
+        if self._open is not None:
+            self._open.release()
+
+    # -- what each kind does
+
+    @abstractmethod
+    def _begin(self, watchers: Sequence[Remember]) -> Transaction:
+        """Open a transaction within those that are open, and add it to ``_nest``."""
+
+    @abstractmethod
+    def _resize(self, size: int) -> None:
+        """Have ``size`` cells, and say so in ``spec``."""
+
+
+class Transaction(ABC):
+    """What happens to a cache from here on, to be kept or taken back.
+
+    As a context manager it commits when the block ends, and rolls back when it ends by an
+    exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
+
+    Args:
+        cache: what it is about.
+        nest: the open transactions of the cache, the innermost last, itself from now on among them.
+        watchers: those outside of the cache that take part.
+    """
+
+    def __init__(
+        self, cache: Cache, nest: Sequence[Transaction], watchers: Sequence[Remember]
+    ) -> None:
+        self._cache = cache
+        self._nest = nest
+        self._undos = [remember() for remember in watchers]
+        self._state: Literal["open", "committed", "rolled back"] = "open"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or rolled back."""
+        return self._state == "open"
+
+    def commit(self) -> None:
+        """Keep what happened; an outer transaction can still take it back.
+
+        Raises:
+            CacheError: it has ended already, an inner one is open, or a batch is being decoded.
+        """
+        if self._state != "open":
+            raise CacheError(f"this transaction is {self._state} already")
+        if self._nest[-1] is not self:
+            raise CacheError("a transaction within this one is open: end that one first")
+        self._cache.require_idle()
+        self._keep()
+        self._state = "committed"
+        self._ended(kept=True)
+
+    def rollback(self) -> None:
+        """Take back what happened, what inner transactions committed included.
+
+        A batch that is being decoded is released. A second time does nothing.
+
+        Raises:
+            CacheError: it was committed.
+        """
+        if self._state == "committed":
+            raise CacheError("this transaction is committed and cannot be taken back")
+        if self._state == "rolled back":
+            return
+        self._cache.abandon()
+        while self._nest[-1] is not self:
+            self._nest[-1].rollback()
+        self._take_back()
+        self._state = "rolled back"
+        self._ended(kept=False)
+        for undo in reversed(self._undos):
+            undo()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.is_open:
+            return
+        if kind is not None:
+            self.rollback()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.rollback()
+            raise
+
+    # -- what each kind does
+
+    def _keep(self) -> None:  # noqa: B027
+        """Do what has to be done before it counts as committed: nothing, for most."""
+
+    @abstractmethod
+    def _take_back(self) -> None:
+        """Put everything back as it was."""
+
+    @abstractmethod
+    def _ended(self, *, kept: bool) -> None:
+        """Leave the nest; what was kept may still be taken back by an outer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBudget:
-    """How many checkpoints a cache may keep, and in how many bytes; 0 of either: none at all."""
+    """How many checkpoints a cache may keep, and in how many bytes; 0 in either: none at all."""
 
     n_max: int = 8
     max_bytes: int = 256 * 2**20
@@ -42,21 +447,16 @@ class CheckpointBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A row that holds the state after the first ``n`` tokens of a sequence."""
-
-    n: int
-    row: int
-    serial: int  # the later it was made, the larger
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """How many states may be kept, and after how many tokens one is.
+    """Which older states are kept to go back to: a state cannot forget a token.
+
+    No state is ever changed in its row, so keeping one costs a row, but no copy and no time. Kept
+    are the states before and after every batch that had several tokens of a sequence, as prompts,
+    turns and drafts begin and end there; and, while tokens come one by one, a state each ``every``
+    tokens. Beyond the budget the oldest is dropped first.
 
     Attributes:
-        budget: how many, and in how many bytes; 0 of either: none at all, so that a sequence can
-            only be removed as a whole.
+        budget: how many; with none, a sequence can only be removed as a whole.
         every: how many tokens that come one by one lie between two.
     """
 
@@ -70,139 +470,3 @@ class CheckpointPolicy:
     def limit(self, row_bytes: int) -> int:
         """How many states of that size may be kept."""
         return min(self.budget.n_max, self.budget.max_bytes // max(row_bytes, 1))
-
-
-OnShared: TypeAlias = Literal["copy", "move"]
-"""What add and div do with a cell that others own too: give the sequence a copy, or move all."""
-
-Coupled: TypeAlias = Literal["same", "any"]
-"""Whether a token's owners must hold the same cells; "any" is for replaying what llama.cpp did."""
-
-
-P = TypeVar("P", bound=CellPart | StatePart, covariant=True)
-
-
-class Part(Protocol[P]):
-    """What a cache offers to one that is made of several kinds, beside llama.cpp's verbs."""
-
-    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
-        """Raise if a batch that is well formed cannot be placed; changes nothing."""
-
-    def take(self, micros: Sequence[MicroBatch]) -> P:
-        """Take what microbatches need that were checked, or raise and take nothing."""
-
-
-class Cache(Protocol):
-    """The cache of one context."""
-
-    @property
-    def spec(self) -> CacheSpec:
-        """The shape that the cache was made for."""
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether positions can be moved."""
-
-    @property
-    def used(self) -> int:
-        """How many cells have an owner."""
-
-    @property
-    def token_count(self) -> int:
-        """The sum of owners over cells: a shared cell counts once for each."""
-
-    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
-        """Drop a sequence, or every one (-1), from the range; False if the cache cannot."""
-
-    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share what src holds in the range."""
-
-    def seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence."""
-
-    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions in the range."""
-
-    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """Divide positions in the range, truncating."""
-
-    def seq_pos_min(self, seq_id: int) -> int:
-        """The smallest position held, -1 when the sequence is empty."""
-
-    def seq_pos_max(self, seq_id: int) -> int:
-        """The largest position held, -1 when the sequence is empty."""
-
-    def n_free(self) -> int:
-        """How many more tokens fit."""
-
-    def seq_count(self, seq_id: int) -> int:
-        """How many tokens of a sequence are held."""
-
-    def seq_tokens(self, seq_id: int) -> Int32Array:
-        """Their ids in the order of their positions; -1 where an embedding was decoded."""
-
-    def seq_positions(self, seq_id: int) -> Int32Array:
-        """Where they stand, ascending."""
-
-    def rewind(self, seq_id: int, p0: int) -> int:
-        """Drop a sequence from p0 on, and as much before it as has to go too.
-
-        A state cannot be cut, only exchanged for an older one that was kept. Returns the position
-        from which the sequence has to be decoded again: p0 where it could be cut there, 0 where
-        nothing older was kept.
-        """
-
-    def clear(self, data: bool = True) -> None:
-        """Empty the cache; ``data`` says whether the buffers are zeroed too."""
-
-    def defrag(self, max_moves: int | None = None) -> None:
-        """Ask for compaction at the next update."""
-
-    def update(self) -> None:
-        """Apply what is pending: first rotate K, then compact."""
-
-    def transaction(self) -> Undoable:
-        """What happens from here on can be taken back."""
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cache but lies outside of it."""
-
-    def resize(self, size: int) -> None:
-        """Have so many cells, whatever is in them."""
-
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take cells for every microbatch of a batch, or raise and take none."""
-
-    def view(self, n_seq_max: int | None = None) -> CacheView:
-        """The state of all cells as a value."""
-
-    def check(self) -> None:
-        """Prove the invariants by brute force."""
-
-
-class CellCache(Cache, Part[CellPart], Protocol):
-    """A cache of K and V that may be one of several."""
-
-
-class StateCache(Cache, Part[StatePart], Protocol):
-    """A cache of recurrent states that may stand beside caches of K and V."""
-
-
-@runtime_checkable
-class KeepsCheckpoints(Protocol):
-    """A cache that cannot go back anywhere, but to where something was kept."""
-
-    def checkpoint(self, seq_id: int) -> bool:
-        """Keep what a sequence knows now; False if there is nothing to keep, or no budget."""

@@ -24,7 +24,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvcellar.cache.eviction import n_kept
 from kvcellar.cellsets import NO_CELLS, Cells, as_cells
 from kvcellar.errors import NotSupported, OptionError, SnapshotFileError
 from kvcellar.types import ByteArray, Float32Array, Int32Array, Int64Array
@@ -303,6 +302,11 @@ class SequenceData:
         """Bytes of K, V and states."""
         states = 0 if self.states is None else self.states.states.nbytes
         return states + sum(group.n_bytes for group in self.groups)
+
+
+def n_kept(window: int) -> int:
+    """How many of its last tokens a sequence keeps: a window, and two for one to be taken back."""
+    return max(window, 2)
 
 
 def trimmed(content: CellData, window: int) -> CellData:

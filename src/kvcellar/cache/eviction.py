@@ -32,8 +32,9 @@ import numpy as np
 
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch
-from kvcellar.cache.placement import cell_plan, find_cells
-from kvcellar.cache.rows import Upkeep
+from kvcellar.cache.content import n_kept
+from kvcellar.cache.placement import CellPart, cell_plan, find_cells
+from kvcellar.cache.rows import StoreSync
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
 from kvcellar.cells import CellTable, SavedCells
 from kvcellar.cellsets import cell_count, cell_numbers
@@ -141,14 +142,14 @@ def closed(positions: Positions, lo: int, hi: int, shift: int) -> Positions:
     return np.where(left < lo, left, left - shift)
 
 
-class SlidingPlacement:
+class SlidingPlacement(CellPart):
     """The cells of one batch, taken a microbatch at a time; a part of a placement.
 
     Args:
         room: where cells come from; it has been asked whether all fit.
         spec: the shape.
         micros: what is placed.
-        upkeep: what happens to rows.
+        sync: what keeps rows in step with the table.
         committed: called after the batch has been committed.
     """
 
@@ -157,19 +158,15 @@ class SlidingPlacement:
         room: WindowEviction,
         spec: CacheSpec,
         micros: Sequence[MicroBatch],
-        upkeep: Upkeep,
+        sync: StoreSync,
         committed: Callable[[Sequence[MicroBatch]], None],
     ) -> None:
-        self.is_open = True
+        super().__init__(room.table, spec, micros)
         self._room = room
-        self._table = room.table
-        self._spec = spec
-        self._micros = tuple(micros)
-        self._upkeep = upkeep
+        self._sync = sync
         self._committed = committed
         self._saved = room.save()
         self._kept = room.kept_rows()
-        self._cells: list[Int64Array] = []
         self._place_up_to(0)
 
     @property
@@ -197,9 +194,9 @@ class SlidingPlacement:
             self.is_open = False
             self._room.load(self._saved)
             # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
-            self._upkeep.zero_freed()
+            self._sync.zero_freed()
             self._kept.write_back()
-            self._upkeep.mark_held()
+            self._sync.mark_held()
 
     def _place_up_to(self, last: int) -> None:
         try:
@@ -207,15 +204,10 @@ class SlidingPlacement:
                 cells = self._room.take(micro.n_tokens, self._kept)
                 self._room.put(micro, cells)
                 self._cells.append(cells)
-                self._upkeep.wipe_freed(self._spec.padding)
+                self._sync.wipe_freed(self._spec.padding)
         except BaseException:
             self.release()
             raise
-
-
-def n_kept(window: int) -> int:
-    """How many of its last tokens a sequence keeps: a window, and two for one to be taken back."""
-    return max(window, 2)
 
 
 def sliding_size(

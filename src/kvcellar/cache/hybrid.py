@@ -13,49 +13,56 @@ What a sequence knows is what a fresh decode of its tokens would give. So tokens
 from the middle of one whose state has absorbed them: ``seq_rm`` is False. Newer llama.cpp answers
 True and leaves the state alone (#17009), which then still knows what was removed. Who wants them
 gone goes back with ``rewind`` and decodes what followed again, as ``Sequence.remove`` does.
-
-What can be asked of a cache that is made of several: who answers, and whether they agree.
-
-A transaction over several caches at once: all of them are kept as they are, or taken back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 
-from kvcellar.batch import Batch, MicroBatch, split_equal, split_simple
+from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CellCache, Coupled, KeepsCheckpoints, StateCache
-from kvcellar.cache.placement import CellPart, Placement, micro_batch
+from kvcellar.cache.base import Cache, Coupled, Remember, Transaction
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.placement import Placement
 from kvcellar.cache.recurrent import RecurrentCache
-from kvcellar.cache.transaction import Decoding, Nested, NestHost, Remember, Undoable
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, NotSupported, OptionError
-from kvcellar.types import CacheSpec, Int32Array
+from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 
-class Parts:
-    """Caches of K and V, the widest first, and the cache of states, where there is one.
+class HybridCache(Cache):
+    """Several caches under one roof.
+
+    Args:
+        groups: caches of K and V, the widest first.
+        states: the cache of recurrent states, where there is one.
 
     Raises:
         OptionError: there is no part.
     """
 
-    def __init__(self, groups: Sequence[CellCache], states: StateCache | None) -> None:
+    _nest: list[HybridTransaction]
+
+    def __init__(
+        self, groups: Sequence[AttentionCache], states: RecurrentCache | None = None
+    ) -> None:
+        super().__init__()
         self.groups = tuple(groups)
         self.states = states
-        self.parts: tuple[CellCache | StateCache, ...] = (
-            self.groups if states is None else (*self.groups, states)
-        )
+        self.parts = self.groups if states is None else (*self.groups, states)
         if not self.parts:
             raise OptionError("a cache needs at least one part: a group of K and V, or states")
+        self.has_states = states is not None
+        self.keeps_every_token = all(part.keeps_every_token for part in self.parts)
+        self._nest = []
         self._primary = self.parts[0]
+        self.spec = self._primary.spec
+        self._growing = [part for part in self.groups if part.spec.size == self.spec.size]
+        self._asked = tuple(reversed(self.parts))  # those that can refuse come first
+        self._n_choosy = sum(not part.keeps_every_token for part in self.parts)
 
-    @property
-    def spec(self) -> CacheSpec:
-        """The shape of the widest group."""
-        return self._primary.spec
+    # -- questions
 
     @property
     def can_shift(self) -> bool:
@@ -71,6 +78,11 @@ class Parts:
     def token_count(self) -> int:
         """The sum of owners over its cells."""
         return self._primary.token_count
+
+    @property
+    def store_specs(self) -> tuple[CacheSpec | StateSpec, ...]:
+        """The shapes of the stores, part by part."""
+        return tuple(spec for part in self.parts for spec in part.store_specs)
 
     def seq_pos_min(self, seq_id: int) -> int:
         """The smallest position that every part holds, -1 when the sequence is empty."""
@@ -97,6 +109,25 @@ class Parts:
         """Where they stand, ascending."""
         return self._primary.seq_positions(seq_id)
 
+    def seq_evicted(self, seq_id: int) -> Int32Array:
+        """The ids of tokens that have left the window of the widest group."""
+        return self._primary.seq_evicted(seq_id)
+
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:
+        """Where those stood, ascending."""
+        return self._primary.seq_evicted_positions(seq_id)
+
+    def makes_room(
+        self,
+        seq_id: int,
+        start: int,
+        stop: int,
+        *,
+        in_place: bool = True,  # noqa: ARG002  (some part may have to decode again)
+    ) -> bool:
+        """Whether removing tokens leaves room for more, what follows being decoded again."""
+        return self._primary.makes_room(seq_id, start, stop, in_place=False)
+
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The cells of the widest group; ask one of ``parts`` for others."""
         return self._primary.view(n_seq_max)
@@ -110,101 +141,14 @@ class Parts:
                 ends = [part.seq_pos_max(seq_id) for part in self.parts]
                 raise InvariantError(f"the parts end sequence {seq_id} at different {ends}")
 
-    # -- steps
-
-    def _agree(self, seq_id: int) -> bool:
-        return len({part.seq_pos_max(seq_id) for part in self.parts}) == 1
-
-    def _knows_each_token(self, seq_id: int) -> bool:
-        """Whether every part could forget or share any single token of a sequence."""
-        counts = {group.seq_count(seq_id) for group in self.groups}
-        return self.states is None and len(counts) == 1
-
-
-def parts_of(cache: Cache) -> tuple[Cache, ...]:
-    """The parts of a cache, the one that knows the most first; itself if it is of one piece."""
-    return cache.parts if isinstance(cache, Parts) else (cache,)
-
-
-def has_states(cache: Cache) -> bool:
-    """Whether a cache holds recurrent states."""
-    if isinstance(cache, Parts):
-        return cache.states is not None
-    return isinstance(cache, RecurrentCache)
-
-
-class CompoundTransaction(Nested):
-    """A transaction on each part; see :mod:`kvcellar.cache.transaction` for what that keeps."""
-
-    def __init__(self, journal: CompoundJournal, watchers: Sequence[Remember]) -> None:
-        super().__init__(journal.host, journal.open, watchers)
-        self._journal = journal
-        self._parts: list[Undoable] = []
-        try:
-            for part in journal.parts:
-                self._parts.append(part.transaction())
-        except BaseException:
-            self._take_back()
-            raise
-
-    def _keep(self) -> None:
-        for transaction in self._parts:
-            transaction.commit()
-
-    def _take_back(self) -> None:
-        for transaction in reversed(self._parts):
-            transaction.rollback()
-
-    def _ended(self, *, kept: bool) -> None:  # noqa: ARG002
-        self._journal.open.pop()
-
-
-class CompoundJournal:
-    """The open transactions of a cache of several parts, the innermost last."""
-
-    def __init__(self, host: NestHost, parts: Sequence[Cache]) -> None:
-        self.host = host
-        self.parts = tuple(parts)
-        self.open: list[CompoundTransaction] = []
-        self.watchers: list[Remember] = []
-
-    def begin(self, *, watched: bool = True) -> CompoundTransaction:
-        """A new transaction within those that are open.
-
-        Args:
-            watched: whether those outside of the cache take part; within a verb they need not.
-        """
-        transaction = CompoundTransaction(self, self.watchers if watched else ())
-        self.open.append(transaction)
-        return transaction
-
-
-class HybridCache(Parts, Decoding):
-    """Several caches under one roof. Implements :class:`kvcellar.cache.base.Cache`.
-
-    Args:
-        groups: caches of K and V, the widest first.
-        states: the cache of recurrent states, where there is one.
-
-    Raises:
-        OptionError: there is no part.
-    """
-
-    def __init__(self, groups: Sequence[CellCache], states: StateCache | None = None) -> None:
-        super().__init__(groups, states)
-        self._growing = [part for part in self.groups if part.spec.size == self._primary.spec.size]
-        self._asked = tuple(reversed(self.parts))  # those that can refuse come first
-        self._n_choosy = sum(type(part) is not AttentionCache for part in self.parts)
-        self._journal = CompoundJournal(self, self.parts)
-
     # -- llama.cpp's verbs
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from the range; False if a part cannot."""
-        self._require_idle()
+        self.require_idle()
         if self._n_choosy < 2 or (p0 <= 0 and p1 < 0):
             return all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
-        with self._journal.begin(watched=False) as attempt:
+        with self._begin(()) as attempt:
             done = all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
             if not done:
                 attempt.rollback()
@@ -219,7 +163,7 @@ class HybridCache(Parts, Decoding):
             NotSupported: a part of what src holds, but not every part of the cache has it token by
                 token; share all of it, then ``rewind`` dst.
         """
-        self._require_idle()
+        self.require_idle()
         first, end = self._primary.seq_pos_min(src), self._primary.seq_pos_max(src)
         if p0 <= max(first, 0) and (p1 < 0 or p1 > end):
             for part in self._asked:
@@ -234,7 +178,7 @@ class HybridCache(Parts, Decoding):
 
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
-        self._require_idle()
+        self.require_idle()
         for part in self._asked:
             part.seq_keep(seq_id)
 
@@ -246,30 +190,30 @@ class HybridCache(Parts, Decoding):
                 below 0 would be forgotten by some parts only.
             PositionError, ShiftUnsupported, CacheFull: as a part raises it.
         """
-        self._require_idle()
+        self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_add(seq_id, p0, p1, delta))
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
-        self._require_idle()
+        self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_div(seq_id, p0, p1, d))
 
     def clear(self, data: bool = True) -> None:
         """Empty every part; ``data=False`` leaves the buffers as they are."""
-        self._require_idle()
+        self.require_idle()
         for part in self.parts:
             part.clear(data)
 
     def defrag(self, max_moves: int | None = None) -> None:
         """Ask for compaction at the next update, of at most ``max_moves`` runs of cells a part."""
-        self._require_idle()
-        with self._journal.begin(watched=False):
+        self.require_idle()
+        with self._begin(()):
             for part in self.parts:
                 part.defrag(max_moves)
 
     def update(self) -> None:
         """Apply what is pending, part by part."""
-        self._require_idle()
+        self.require_idle()
         for part in self.parts:
             part.update()
 
@@ -277,7 +221,7 @@ class HybridCache(Parts, Decoding):
 
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on, and as much before it as some part has to give up."""
-        self._require_idle()
+        self.require_idle()
         end = max(p0, 0)
         while True:
             # Going back in two steps ends where one would: what a step drops lies behind its end.
@@ -292,32 +236,52 @@ class HybridCache(Parts, Decoding):
         Returns:
             False if no part does, or one has nothing to keep or no budget for it.
         """
-        self._require_idle()
-        parts = [part for part in self.parts if isinstance(part, KeepsCheckpoints)]
+        self.require_idle()
+        parts = [part for part in self.parts if not part.keeps_every_token]
         return len(parts) > 0 and all(part.checkpoint(seq_id) for part in parts)
 
-    def transaction(self) -> Undoable:
-        """What happens to all parts from here on can be taken back."""
-        self._require_idle()
-        return self._journal.begin()
+    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
+        """Copy what sequences hold in every part; nothing may be pending."""
+        found = [part.export(seq_ids, lo, hi, checkpoints) for part in self.parts]
+        groups = tuple(group for one in found for group in one.groups)
+        return SequenceData(len(seq_ids), groups, found[-1].states, lo)
 
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return bool(self._journal.open)
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound content into every part; the caller takes back what fails half way."""
+        for part, group in zip(self.groups, content.groups, strict=True):
+            part.import_(replace(content, groups=(group,)), seq_ids, shift)
+        if self.states is not None:
+            self.states.import_(content, seq_ids, shift)
 
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cache but lies outside of it."""
-        self._journal.watchers.append(remember)
+    # -- decoding
 
-    def resize(self, size: int) -> None:
-        """Have so many cells in the widest group and in those as large; windows stay as they are.
+    def check_rows(self, rows: Rows, coupled: Coupled) -> None:
+        """Raise if a part cannot place a batch that is well formed."""
+        self.require_idle()
+        for part in self.parts:
+            part.check_rows(rows, coupled)
 
-        Raises:
-            OptionError, CacheFull, AllocationError, CacheError: as of an
-                :class:`~kvcellar.cache.attention.AttentionCache`; nothing has changed.
-        """
-        self._require_idle()
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+        """Take what microbatches need of every part, or raise and take nothing."""
+        taken: list[Placement] = []
+        try:
+            taken.extend(part.take(micros) for part in self.parts)
+        except BaseException:
+            for placement in reversed(taken):
+                placement.release()
+            raise
+        groups = [group for placement in taken for group in placement.groups]
+        self._open = Placement(micros, groups, taken[-1].states)
+        return self._open
+
+    # -- steps
+
+    def _begin(self, watchers: Sequence[Remember]) -> HybridTransaction:
+        """Open a transaction; within a verb, those outside of the cache need not take part."""
+        return HybridTransaction(self, self._nest, watchers)
+
+    def _resize(self, size: int) -> None:
+        """Resize the widest group and those as large; windows stay as they are."""
         old, done = self.spec.size, list[Cache]()
         try:
             for part in self._growing:
@@ -327,51 +291,20 @@ class HybridCache(Parts, Decoding):
             for resized in done:
                 resized.resize(old)
             raise
+        self.spec = self._primary.spec
 
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take what every microbatch of a batch needs of every part, or raise and take nothing.
+    def _agree(self, seq_id: int) -> bool:
+        return len({part.seq_pos_max(seq_id) for part in self.parts}) == 1
 
-        Arguments and errors are those of ``AttentionCache.place``. With states, microbatches have
-        equally many tokens of each of their sequences, whose positions have to follow on.
-        """
-        self._require_idle()
-        batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
-        for part in self.parts:
-            part.check_rows(rows, coupled)
-        if self.states is None:
-            pieces = split_simple(len(rows), n_ubatch)
-        else:
-            pieces = split_equal(rows.owners, n_ubatch)
-        placement = self._take([micro_batch(rows, piece) for piece in pieces])
-        self._open = placement
-        return placement
-
-    # -- steps
-
-    def _take(self, micros: Sequence[MicroBatch]) -> Placement:
-        with ExitStack() as stack:
-            groups: list[CellPart] = []
-            for group in self.groups:
-                part = group.take(micros)
-                stack.callback(part.release)
-                groups.append(part)
-            states = None if self.states is None else self.states.take(micros)
-            stack.pop_all()
-        return Placement(micros, groups, states)
+    def _knows_each_token(self, seq_id: int) -> bool:
+        """Whether every part could forget or share any single token of a sequence."""
+        counts = {group.seq_count(seq_id) for group in self.groups}
+        return self.states is None and len(counts) == 1
 
     def _on_all(self, seq_id: int, verb: Callable[[Cache], None]) -> None:
         """Apply a verb to every part, or to none if one refuses or they would part ways."""
         n_before = self._primary.seq_count(seq_id)
-        with self._journal.begin(watched=False):
+        with self._begin(()):
             for part in self._asked:
                 verb(part)
             n_after = self._primary.seq_count(seq_id)
@@ -381,3 +314,32 @@ class HybridCache(Parts, Decoding):
                     f"the parts of this cache would no longer agree about sequence {seq_id}: move "
                     "its positions up to the end, and drive none of them below 0"
                 )
+
+
+class HybridTransaction(Transaction):
+    """A transaction on each part; see :mod:`kvcellar.cache.transaction` for what that keeps."""
+
+    def __init__(
+        self, cache: HybridCache, nest: list[HybridTransaction], watchers: Sequence[Remember]
+    ) -> None:
+        super().__init__(cache, nest, watchers)
+        self._all = nest
+        self._parts: list[Transaction] = []
+        try:
+            for part in cache.parts:
+                self._parts.append(part.transaction())
+        except BaseException:
+            self._take_back()
+            raise
+        nest.append(self)
+
+    def _keep(self) -> None:
+        for transaction in self._parts:
+            transaction.commit()
+
+    def _take_back(self) -> None:
+        for transaction in reversed(self._parts):
+            transaction.rollback()
+
+    def _ended(self, *, kept: bool) -> None:  # noqa: ARG002
+        self._all.pop()

@@ -13,17 +13,18 @@ itself never wraps), else n free cells in order. The search changes nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
 from kvcellar.batch import MicroBatch, Rows
+from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, CacheError, CacheFull
-from kvcellar.plan import CellPlan, Plan, StatePlan, attention_mask, cell_lists
+from kvcellar.plan import CellPlan, Plan, attention_mask, cell_lists
 from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits
 
 _CHUNK = 2048
@@ -101,44 +102,6 @@ def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
                 )
 
 
-class CellPart(Protocol):
-    """A batch's cells in one cache of K and V, taken and neither committed nor released."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or released."""
-
-    @property
-    def cells(self) -> Int64Array:
-        """The cells of the batch's tokens, microbatch after microbatch."""
-
-    def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
-        """What microbatch i reads and writes; asked for in order, before it is computed."""
-
-    def commit(self) -> None:
-        """Keep the cells."""
-
-    def release(self) -> None:
-        """Let everything be as it was before; a second time does nothing."""
-
-
-class StatePart(Protocol):
-    """A batch's rows in a cache of states, taken and neither committed nor released."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or released."""
-
-    def plan(self, i: int) -> StatePlan:
-        """What microbatch i reads and writes; asked for in order, before it is computed."""
-
-    def commit(self) -> None:
-        """Let the sequences have their new states."""
-
-    def release(self) -> None:
-        """Let everything be as it was before; a second time does nothing."""
-
-
 class Placement:
     """What a batch takes of every cache, from ``place`` until ``commit`` or ``release``.
 
@@ -154,23 +117,25 @@ class Placement:
         self,
         micros: Sequence[MicroBatch],
         groups: Sequence[CellPart],
-        states: StatePart | None = None,
+        states: StatePlacement | None = None,
     ) -> None:
         self.micros = tuple(micros)
-        self._groups = tuple(groups)
-        self._states = states
-        self._parts = (*self._groups, *(() if states is None else (states,)))
+        self.groups = tuple(groups)
+        self.states = states
+        self._parts: list[CellPart | StatePlacement] = [*self.groups]
+        if states is not None:
+            self._parts.append(states)
         self._taken = 0
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be committed or released."""
-        return all(part.is_open for part in self._parts)
+        return self._parts[0].is_open  # the first to be committed, the last to be released
 
     @property
     def cells(self) -> Int64Array:
         """The first group's cells of the batch's tokens, microbatch after microbatch."""
-        return self._groups[0].cells
+        return self.groups[0].cells
 
     def plans(
         self, mask_buffer: Float16Array | None = None, lists: Sequence[bool] = ()
@@ -190,11 +155,11 @@ class Placement:
 
     def _plan(self, i: int, mask_buffer: Float16Array | None, lists: Sequence[bool]) -> Plan:
         plans = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self.groups):
             plans.append(group.plan(i, mask_buffer, any(lists[number : number + 1])))
             mask_buffer = None
         return Plan(
-            self.micros[i], tuple(plans), None if self._states is None else self._states.plan(i)
+            self.micros[i], tuple(plans), None if self.states is None else self.states.plan(i)
         )
 
     def commit(self) -> None:
@@ -227,8 +192,43 @@ class Placement:
             self.release()
 
 
-class CellPlacement:
-    """The cells of one batch in a table, all taken at once. Implements :class:`CellPart`."""
+class CellPart(ABC):
+    """A batch's cells in one cache of K and V, taken and neither committed nor released."""
+
+    def __init__(self, table: CellTable, spec: CacheSpec, micros: Sequence[MicroBatch]) -> None:
+        self.is_open = True
+        self._table = table
+        self._spec = spec
+        self._micros = tuple(micros)
+        self._cells: list[Int64Array] = []
+
+    @property
+    @abstractmethod
+    def cells(self) -> Int64Array:
+        """The cells of the batch's tokens, microbatch after microbatch."""
+
+    @abstractmethod
+    def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
+        """What microbatch i reads and writes; asked for in order, before it is computed."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Keep the cells: everything has been computed."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Put everything back as it was before; a second time does nothing."""
+
+
+class CellPlacement(CellPart):
+    """The cells of one batch in a table, all taken at once.
+
+    Args:
+        table: where they are.
+        spec: the shape.
+        micros: what is placed.
+        wipe: zeroes the rows of cells.
+    """
 
     def __init__(
         self,
@@ -237,13 +237,9 @@ class CellPlacement:
         micros: Sequence[MicroBatch],
         wipe: Callable[[Int64Array], None],
     ) -> None:
-        self.is_open = True
-        self._micros = tuple(micros)
-        self._table = table
-        self._spec = spec
+        super().__init__(table, spec, micros)
         self._wipe = wipe
         self._head = table.head
-        self._cells: list[Int64Array] = []
         self._tops: list[int] = []  # cell_max as each microbatch sees it
         self._taken = 0
         try:

@@ -12,17 +12,6 @@ may stand at different positions, and a state stands for many tokens, which a ce
 * ``seq_add`` and ``seq_div`` change recorded positions, of this sequence only.
 * A state absorbs any number of tokens: ``n_free`` is always ``spec.size``, what the context was
   made for, and refuses none.
-
-What can be asked of a cache of states.
-
-States taken out of a cache, and put into one.
-
-What a state demands of a batch: no gaps, and no token that would mix two states.
-
-Taking back what happened to states: a list of references, as no state is changed in its row.
-
-Rows that were in use when a transaction began stay as they are until it ends, whoever has given
-them up inside; ``CacheFull`` counts them as not free.
 """
 
 from __future__ import annotations
@@ -30,36 +19,60 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from kvcellar.backends.base import StateStore
-from kvcellar.batch import Batch, MicroBatch, Rows, split_equal
-from kvcellar.cache.base import CheckpointPolicy, Coupled
-from kvcellar.cache.content import SequenceStateData, StateData
-from kvcellar.cache.placement import Placement, micro_batch
+from kvcellar.batch import MicroBatch, Rows
+from kvcellar.cache.base import Cache, CheckpointPolicy, Coupled, Remember, Transaction
+from kvcellar.cache.content import SequenceData, SequenceStateData, StateData
+from kvcellar.cache.placement import Placement
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
 from kvcellar.cache.states import History, SequenceState, StateTable
-from kvcellar.cache.transaction import Decoding, Nested, NestHost, Remember, Undoable
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
 from kvcellar.cellsets import checked_id, clamp_range, pack_owners, unpack_owners
-from kvcellar.errors import BatchError, CacheError, CacheFull, OptionError, PositionError
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array
+from kvcellar.errors import BatchError, CacheFull, OptionError, PositionError
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array, StateSpec
 
 
-class Recorded:
-    """Questions about sequences, answered from ``states``. A cell is a row with an owner."""
+class RecurrentCache(Cache):
+    """States by llama.cpp's verbs.
 
-    spec: CacheSpec
-    store: StateStore
-    states: StateTable
+    Args:
+        store: where states lie; :func:`state_rows` says how many rows it should have.
+        policy: which older states are kept to go back to.
+        size: how many tokens the context was made for.
+    """
+
+    has_states = True
+    keeps_every_token = False
+    _nest: list[StateTransaction]
+
+    def __init__(
+        self,
+        store: StateStore,
+        policy: CheckpointPolicy | None = None,
+        *,
+        size: int = MAX_POSITION,
+    ) -> None:
+        super().__init__()
+        self.store = store
+        self.spec = CacheSpec(size, store.spec.n_seq_max, ())
+        self.states = StateTable(store.spec, policy or CheckpointPolicy())
+        self._nest = []
+
+    # -- questions
 
     @property
     def can_shift(self) -> bool:
         """Whether positions can be moved: they are only recorded, so they can."""
         return True
+
+    @property
+    def store_specs(self) -> tuple[StateSpec]:
+        """The shape of the store."""
+        return (self.store.spec,)
 
     @property
     def used(self) -> int:
@@ -121,22 +134,110 @@ class Recorded:
         """Prove that nobody who refers to a row means another state than the others do."""
         self.states.check()
 
-    def _history(self, seq_id: int) -> History:
-        held = self._held(seq_id)
-        return History.empty() if held is None else held.history
+    # -- llama.cpp's verbs
 
-    def _held(self, seq_id: int) -> SequenceState | None:
-        return self.states.of[checked_id(seq_id, self.spec.n_seq_max)]
+    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Drop a sequence, or all of them (-1) or none, from the range; False if it cannot."""
+        self.require_idle()
+        seqs = range(self.spec.n_seq_max) if seq_id == -1 else [self._checked(seq_id)]
+        lo, hi = clamp_range(p0, p1)
+        left = list(self.states.of)
+        for seq in seqs:
+            if held := left[seq]:
+                done, left[seq] = held.removed(lo, hi)
+                if not done:
+                    return False
+        self.states.of[:] = left
+        return True
 
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Let dst share src's state in place of its own; the range cannot matter."""
+        self.require_idle()
+        clamp_range(p0, p1)
+        a, b = self._checked(src), self._checked(dst)
+        self.states.of[b] = self.states.of[a]
 
-class PortsStates:
-    """What a cache of states needs for :mod:`kvcellar.cache.transfer`."""
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence."""
+        self.require_idle()
+        seq = self._checked(seq_id)
+        self.states.of[:] = [held if i == seq else None for i, held in enumerate(self.states.of)]
 
-    store: StateStore
-    states: StateTable
+    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Move recorded positions; a sequence that falls below 0 as a whole is dropped.
 
-    def export(self, seq_ids: Sequence[int], lo: int, checkpoints: bool) -> StateData:
-        """The states of sequences, and the texts from a position on that made them."""
+        Raises:
+            PositionError: one would pass the largest position, or tokens would change their order.
+            NotSupported: some tokens would fall below 0, but not all.
+        """
+        self.require_idle()
+        seq, delta = self._checked(seq_id), operator.index(delta)
+        if held := self.states.of[seq]:
+            self.states.of[seq] = held.shifted(*clamp_range(p0, p1), delta)
+
+    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
+        """Divide recorded positions by d, truncating.
+
+        Raises:
+            PositionError: tokens would change their order.
+        """
+        self.require_idle()
+        if d < 1:
+            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
+        seq = self._checked(seq_id)
+        if held := self.states.of[seq]:
+            self.states.of[seq] = held.divided(*clamp_range(p0, p1), d)
+
+    def clear(self, data: bool = True) -> None:
+        """Forget every state; ``data`` says whether rows are zeroed too.
+
+        Rows that a transaction may want back are zeroed when the outermost one is committed.
+        """
+        self.require_idle()
+        self.states.of[:] = [None] * self.spec.n_seq_max
+        if not data:
+            return
+        if self._nest:
+            self._nest[-1].zero_later = True
+            self.zero_unused()
+        else:
+            self.store.zero()
+
+    def zero_unused(self) -> None:
+        """Zero the rows that nobody refers to."""
+        self.store.wipe(np.array(self.states.unused(), np.int64))
+
+    def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
+        """Nothing to do: states are found by row, wherever they lie."""
+        self.require_idle()
+
+    def update(self) -> None:
+        """Nothing is ever pending."""
+        self.require_idle()
+
+    # -- beyond llama.cpp's
+
+    def rewind(self, seq_id: int, p0: int) -> int:
+        """Go back to the newest state without anything from p0 on; returns where to go on."""
+        self.require_idle()
+        seq, p0 = self._checked(seq_id), max(operator.index(p0), 0)
+        if held := self.states.of[seq]:
+            self.states.of[seq] = held.rewound(p0)
+        return min(p0, self.seq_pos_max(seq) + 1)
+
+    def checkpoint(self, seq_id: int) -> bool:
+        """Keep a sequence's state to go back to; False: it is empty, or there is no budget."""
+        self.require_idle()
+        return self.states.keep(self._checked(seq_id))
+
+    def export(
+        self,
+        seq_ids: Sequence[int],
+        lo: int,
+        hi: int,  # noqa: ARG002  (a state cannot be cut)
+        checkpoints: bool,
+    ) -> SequenceData:
+        """Copy the states of sequences, and the texts from a position on that made them."""
         rows: dict[int, int] = {}  # of each row its number among the states
         held: list[SequenceStateData | None] = []
         for seq in seq_ids:
@@ -149,39 +250,128 @@ class PortsStates:
             pairs = tuple((one.n, rows.setdefault(one.row, len(rows))) for one in kept)
             at, tokens = mine.history.positions[first:], mine.history.tokens[first:]
             held.append(SequenceStateData(at.copy(), tokens.copy(), state, pairs))
-        return StateData(self.store.read(np.array(list(rows), np.int64)), tuple(held))
+        states = StateData(self.store.read(np.array(list(rows), np.int64)), tuple(held))
+        return SequenceData(len(seq_ids), (), states, lo)
 
-    def import_(self, content: StateData, seq_ids: Sequence[int], shift: int) -> None:
-        """Let empty sequences have sound states; of checkpoints as many as there is room for.
+    def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put sound states into empty sequences; of checkpoints as many as there is room for.
 
         Raises:
             CacheFull: fewer rows are free than sequences need.
         """
-        wanted = [None if held is None else held.state for held in content.held]
+        data = content.states
+        assert data is not None  # a sound content of this shape has states
+        wanted = [None if held is None else held.state for held in data.held]
         needed = list(dict.fromkeys(state for state in wanted if state is not None))
         free = self.states.unused()
         if len(needed) > len(free):
             hint = "all rows of states are in use: remove sequences or use a larger n_seq_max"
             raise CacheFull(len(needed), len(free), hint)
         n_kept = min(self.states.limit, len(free) - len(needed))
-        chosen = [*needed, *_latest(content, needed, n_kept)]
+        chosen = [*needed, *_latest(data, needed, n_kept)]
         rows = dict(zip(chosen, free, strict=False))
-        self.store.write(_array(list(rows.values())), content.states[_array(chosen)])
-        self.states.adopt(content, seq_ids, rows, shift)
+        self.store.write(_array(list(rows.values())), data.states[_array(chosen)])
+        self.states.adopt(data, seq_ids, rows, shift)
+
+    # -- decoding
+
+    def check_rows(self, rows: Rows, coupled: Coupled = "same") -> None:  # noqa: ARG002
+        """Raise unless positions follow on and a token's owners share their state.
+
+        Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
+        """
+        self.require_idle()
+        last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
+        check_follows(rows, last, self.states.rows())
+
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+        """Take rows for microbatches that were checked; the oldest checkpoints make room.
+
+        Raises:
+            BatchError: a microbatch has not equally many tokens of its sequences.
+            CacheFull: that is not enough; nothing has changed.
+        """
+        self.require_idle()
+        states, before = self.states, list(self.states.of)
+        spare = states.spare()
+        kept = " but those that a transaction keeps" if self._nest else ""
+        hint = f"all rows of states are in use{kept}; remove sequences or use a larger n_seq_max"
+        rows = plan_rows(micros, states.rows(), [*states.unused(), *spare], hint)
+        lost = np.array([row for row in rows.taken if row in spare], np.int64)
+        bytes_lost = self.store.read(lost) if len(lost) else None
+
+        def forget() -> None:
+            states.of[:] = before
+            if bytes_lost is not None:
+                self.store.write(lost, bytes_lost)
+
+        states.evict(lost.tolist())
+        taken = StatePlacement(micros, rows, states.absorb, forget)
+        self._open = Placement(micros, (), taken)
+        return self._open
+
+    # -- steps
+
+    def _begin(self, watchers: Sequence[Remember]) -> StateTransaction:
+        return StateTransaction(self, self._nest, watchers)
+
+    def _resize(self, size: int) -> None:
+        """Say that the context is for ``size`` tokens; the rows stay as many as they are."""
+        self.spec = replace(self.spec, size=size)
+
+    def _history(self, seq_id: int) -> History:
+        held = self._held(seq_id)
+        return History.empty() if held is None else held.history
+
+    def _held(self, seq_id: int) -> SequenceState | None:
+        return self.states.of[checked_id(seq_id, self.spec.n_seq_max)]
+
+    def _checked(self, seq_id: int) -> int:
+        return checked_id(seq_id, self.spec.n_seq_max)
 
 
-def _latest(content: StateData, taken: Sequence[int], n: int) -> list[int]:
-    """At most n states of checkpoints alone, those after the most tokens first."""
-    ends: dict[int, int] = {}
-    for held in content.held:
-        for end, state in () if held is None else held.checkpoints:
-            ends[state] = max(end, ends.get(state, 0))
-    alone = [state for state in ends if state not in taken]
-    return sorted(alone, key=lambda state: -ends[state])[:n]
+class StateTransaction(Transaction):
+    """States, positions and checkpoints as they are when it begins: a list of references.
+
+    No state is changed in its row. Rows that were in use when a transaction began stay as they are
+    until it ends, whatever was dropped inside; ``CacheFull`` counts them as not free.
+    """
+
+    def __init__(
+        self,
+        cache: RecurrentCache,
+        nest: list[StateTransaction],
+        watchers: Sequence[Remember],
+    ) -> None:
+        super().__init__(cache, nest, watchers)
+        self.zero_later = False
+        self._states = cache.states
+        self._all = nest
+        self._zero_unused = cache.zero_unused
+        nest.append(self)
+        self._states.saved.append(list(self._states.of))
+
+    def _take_back(self) -> None:
+        self._states.of[:] = self._states.saved[-1]
+
+    def _ended(self, *, kept: bool) -> None:
+        self._all.pop()
+        self._states.saved.pop()
+        if kept and self.zero_later:
+            if self._all:
+                self._all[-1].zero_later = True
+            else:
+                self._zero_unused()
 
 
-def _array(numbers: Sequence[int]) -> Int64Array:
-    return np.array(numbers, np.int64)
+def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
+    """How many rows a store needs, so that a batch of all sequences always finds free ones.
+
+    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
+    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
+    room, or ``CacheFull`` says that none is left.
+    """
+    return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
 
 
 def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> None:
@@ -216,268 +406,15 @@ def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> Non
             last[seq], states[seq] = at, -1 - row  # a state that only these have
 
 
-class StateHost(NestHost, Protocol):
-    """What a transaction needs of a cache of states."""
-
-    def zero_unused(self) -> None:
-        """Zero the rows that nobody refers to."""
-
-
-class StateTransaction(Nested):
-    """States, positions and checkpoints, as they are when it begins."""
-
-    def __init__(
-        self,
-        host: StateHost,
-        states: StateTable,
-        nest: list[StateTransaction],
-        watchers: Sequence[Remember],
-    ) -> None:
-        super().__init__(host, nest, watchers)
-        self.zero_later = False
-        self._cache = host
-        self._states = states
-        self._all = nest
-        nest.append(self)
-        states.saved.append(list(states.of))
-
-    def _take_back(self) -> None:
-        self._states.of[:] = self._states.saved[-1]
-
-    def _ended(self, *, kept: bool) -> None:
-        self._all.pop()
-        self._states.saved.pop()
-        if kept and self.zero_later:
-            if self._all:
-                self._all[-1].zero_later = True
-            else:
-                self._cache.zero_unused()
+def _latest(content: StateData, taken: Sequence[int], n: int) -> list[int]:
+    """At most n states of checkpoints alone, those after the most tokens first."""
+    ends: dict[int, int] = {}
+    for held in content.held:
+        for end, state in () if held is None else held.checkpoints:
+            ends[state] = max(end, ends.get(state, 0))
+    alone = [state for state in ends if state not in taken]
+    return sorted(alone, key=lambda state: -ends[state])[:n]
 
 
-def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
-    """How many rows a store needs, so that a batch of all sequences always finds free ones.
-
-    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
-    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
-    room, or ``CacheFull`` says that none is left.
-    """
-    return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
-
-
-class RecurrentCache(Recorded, PortsStates, Decoding):
-    """States by llama.cpp's verbs; see :class:`kvcellar.cache.base.Cache`.
-
-    Args:
-        store: where states lie; :func:`state_rows` says how many rows it should have.
-        policy: which older states are kept to go back to.
-        size: how many tokens the context was made for.
-    """
-
-    def __init__(
-        self,
-        store: StateStore,
-        policy: CheckpointPolicy | None = None,
-        *,
-        size: int = MAX_POSITION,
-    ) -> None:
-        self.store = store
-        self.spec = CacheSpec(size, store.spec.n_seq_max, ())
-        self.states = StateTable(store.spec, policy or CheckpointPolicy())
-        self._nest: list[StateTransaction] = []
-        self._watchers: list[Remember] = []
-
-    # -- llama.cpp's verbs
-
-    def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
-        """Drop a sequence, or all of them (-1) or none, from the range; False if it cannot."""
-        self._require_idle()
-        seqs = range(self.spec.n_seq_max) if seq_id == -1 else [self._checked(seq_id)]
-        lo, hi = clamp_range(p0, p1)
-        left = list(self.states.of)
-        for seq in seqs:
-            if held := left[seq]:
-                done, left[seq] = held.removed(lo, hi)
-                if not done:
-                    return False
-        self.states.of[:] = left
-        return True
-
-    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's state in place of its own; the range cannot matter."""
-        self._require_idle()
-        clamp_range(p0, p1)
-        a, b = self._checked(src), self._checked(dst)
-        self.states.of[b] = self.states.of[a]
-
-    def seq_keep(self, seq_id: int) -> None:
-        """Drop every other sequence."""
-        self._require_idle()
-        seq = self._checked(seq_id)
-        self.states.of[:] = [held if i == seq else None for i, held in enumerate(self.states.of)]
-
-    def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Move recorded positions; a sequence that falls below 0 as a whole is dropped.
-
-        Raises:
-            PositionError: one would pass the largest position, or tokens would change their order.
-            NotSupported: some tokens would fall below 0, but not all.
-        """
-        self._require_idle()
-        seq, delta = self._checked(seq_id), operator.index(delta)
-        if held := self.states.of[seq]:
-            self.states.of[seq] = held.shifted(*clamp_range(p0, p1), delta)
-
-    def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """Divide recorded positions by d, truncating.
-
-        Raises:
-            PositionError: tokens would change their order.
-        """
-        self._require_idle()
-        if d < 1:
-            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        seq = self._checked(seq_id)
-        if held := self.states.of[seq]:
-            self.states.of[seq] = held.divided(*clamp_range(p0, p1), d)
-
-    def clear(self, data: bool = True) -> None:
-        """Forget every state; ``data`` says whether rows are zeroed too.
-
-        Rows that a transaction may want back are zeroed when the outermost one is committed.
-        """
-        self._require_idle()
-        self.states.of[:] = [None] * self.spec.n_seq_max
-        if not data:
-            return
-        if self._nest:
-            self._nest[-1].zero_later = True
-            self.zero_unused()
-        else:
-            self.store.zero()
-
-    def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
-        """Nothing to do: states are found by row, wherever they lie."""
-        self._require_idle()
-
-    def update(self) -> None:
-        """Nothing is ever pending."""
-        self._require_idle()
-
-    # -- beyond llama.cpp's
-
-    def rewind(self, seq_id: int, p0: int) -> int:
-        """Go back to the newest state without anything from p0 on; returns where to go on."""
-        self._require_idle()
-        seq, p0 = self._checked(seq_id), max(operator.index(p0), 0)
-        if held := self.states.of[seq]:
-            self.states.of[seq] = held.rewound(p0)
-        return min(p0, self.seq_pos_max(seq) + 1)
-
-    def checkpoint(self, seq_id: int) -> bool:
-        """Keep a sequence's state to go back to; False: it is empty, or there is no budget."""
-        self._require_idle()
-        return self.states.keep(self._checked(seq_id))
-
-    def transaction(self) -> Undoable:
-        """What happens from here on can be taken back: states, positions and checkpoints."""
-        self._require_idle()
-        return StateTransaction(self, self.states, self._nest, self._watchers)
-
-    @property
-    def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
-        return bool(self._nest)
-
-    def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cache but lies outside of it."""
-        self._watchers.append(remember)
-
-    def resize(self, size: int) -> None:
-        """Say that the context is for so many tokens; the rows stay as many as they are.
-
-        Raises:
-            OptionError: size is below 1.
-            CacheError: a transaction is open, or a batch is being decoded.
-        """
-        self._require_idle()
-        if self._nest:
-            raise CacheError("a transaction is open: end it before resizing")
-        if size < 1:
-            raise OptionError(f"size is {size}: it must be at least 1")
-        self.spec = replace(self.spec, size=size)
-
-    # -- decoding
-
-    def place(
-        self,
-        batch: Batch,
-        n_ubatch: int,
-        *,
-        n_vocab: int | None = None,
-        n_embd: int | None = None,
-        coupled: Coupled = "same",
-    ) -> Placement:
-        """Take a row for each sequence of a batch, or raise and take none.
-
-        Arguments are those of ``AttentionCache.place``; microbatches have equally many tokens of
-        each of their sequences.
-
-        Raises:
-            BatchError, SequenceIdError: the batch is wrong; the message says how.
-            PositionError: positions do not follow on.
-            CacheFull: fewer rows are free than states have to be written.
-        """
-        self._require_idle()
-        batch.check_model(n_vocab, n_embd)
-        rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
-        self.check_rows(rows, coupled)
-        micros = [micro_batch(rows, part) for part in split_equal(rows.owners, n_ubatch)]
-        return Placement(micros, [], self.take(micros))
-
-    # -- as a part of a cache of several kinds
-
-    def check_rows(self, rows: Rows, coupled: Coupled = "same") -> None:  # noqa: ARG002
-        """Raise unless positions follow on and a token's owners share their state.
-
-        Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
-        """
-        self._require_idle()
-        last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
-        check_follows(rows, last, self.states.rows())
-
-    def take(self, micros: Sequence[MicroBatch]) -> StatePlacement:
-        """Take rows for microbatches that were checked; the oldest checkpoints make room.
-
-        Raises:
-            BatchError: a microbatch has not equally many tokens of its sequences.
-            CacheFull: that is not enough; nothing has changed.
-        """
-        self._require_idle()
-        states, before = self.states, list(self.states.of)
-        spare = states.spare()
-        kept = " but those that a transaction keeps" if self._nest else ""
-        hint = f"all rows of states are in use{kept}; remove sequences or use a larger n_seq_max"
-        rows = plan_rows(micros, states.rows(), [*states.unused(), *spare], hint)
-        lost = np.array([row for row in rows.taken if row in spare], np.int64)
-        bytes_lost = self.store.read(lost) if len(lost) else None
-
-        def forget() -> None:
-            states.of[:] = before
-            if bytes_lost is not None:
-                self.store.write(lost, bytes_lost)
-
-        states.evict(lost.tolist())
-        taken = StatePlacement(micros, rows, states.absorb, forget)
-        self._open = taken
-        return taken
-
-    # -- what transactions need to know
-
-    def zero_unused(self) -> None:
-        """Zero the rows that nobody refers to."""
-        self.store.wipe(np.array(self.states.unused(), np.int64))
-
-    # -- steps
-
-    def _checked(self, seq_id: int) -> int:
-        return checked_id(seq_id, self.spec.n_seq_max)
+def _array(numbers: Sequence[int]) -> Int64Array:
+    return np.array(numbers, np.int64)

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcellar.backends.base import KVStore
+from kvcellar.cache.base import Undo
 from kvcellar.cache.placement import find_cells
-from kvcellar.cache.transaction import Host, Journal, Undo
+from kvcellar.cache.transaction import Journal
 from kvcellar.cells import Cells, CellTable
 from kvcellar.cellsets import cell_numbers
 from kvcellar.errors import CacheFull, NotSupported, OptionError
@@ -90,26 +91,22 @@ AUTOMATIC_MOVES = 256
 """How many runs of cells a compaction that nobody asked for may move at a time."""
 
 
-class Upkeep:
+class StoreSync:
     """Rotation, compaction, copies of shared cells, wiping and resizing.
 
     Args:
-        host: the cache.
         table: who owns which cell.
         store: the rows.
         defrag_threshold: the share of holes from which on compaction is wanted; None: never.
     """
 
-    def __init__(
-        self, host: Host, table: CellTable, store: KVStore, defrag_threshold: float | None
-    ) -> None:
+    def __init__(self, table: CellTable, store: KVStore, defrag_threshold: float | None) -> None:
         check_threshold(defrag_threshold)
         self._table = table
         self._store = store
         self._threshold = defrag_threshold
         self.has_rope = any(layer.rope is not None for layer in store.spec.layers)
-        self.journal = Journal(host, table, store)
-        self.journal.watchers.append(self._remember_request)
+        self.journal = Journal(table, store, self.zero_freed)
         self._request: int | None = None  # runs that may be moved, once compaction is asked for
         self._written: BoolArray = np.zeros(table.size, np.bool_)  # rows that may not be zero
         if defrag_threshold is not None:
@@ -240,7 +237,8 @@ class Upkeep:
             table.move(moves.src, moves.dst)
             table.head = int(np.count_nonzero(table.taken(0, top)))
 
-    def _remember_request(self) -> Undo:
+    def remember_request(self) -> Undo:
+        """What puts back the request for compaction; see :meth:`Cache.watch`."""
         return partial(self._recall, self._request)
 
     def _recall(self, request: int | None) -> None:

@@ -16,8 +16,6 @@ token: it would be computed with a hole that nobody notices.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
 positions, which ``seq_div`` makes, take cells beyond that.
-
-What a cache of a window adds to cells taken out and put in: what slid out, and checkpoints.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ import numpy as np
 
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch, Rows
-from kvcellar.cache.attention import AttentionCache, PortsCells
-from kvcellar.cache.base import CheckpointBudget, Coupled
-from kvcellar.cache.content import CellData, RowBytes, WindowData, trimmed
+from kvcellar.cache.attention import AttentionCache
+from kvcellar.cache.base import CheckpointBudget, Coupled, Undo
+from kvcellar.cache.content import CellData, RowBytes, WindowData, n_kept, trimmed
 from kvcellar.cache.eviction import (
     EvictedTokens,
     Move,
@@ -41,101 +39,19 @@ from kvcellar.cache.eviction import (
     WindowEviction,
     closed,
     is_whole,
-    n_kept,
     sliding_size,
     within,
 )
-from kvcellar.cache.placement import CellPart, check_coupled
-from kvcellar.cache.transaction import Undo
+from kvcellar.cache.placement import Placement, check_coupled
 from kvcellar.cache.window_checkpoints import WindowCheckpoints, WindowKeeper
 from kvcellar.cellsets import clamp_range
 from kvcellar.errors import CacheError, InvariantError, OptionError, SnapshotFileError
 from kvcellar.types import MAX_POSITION, ByteArray, CacheSpec, Int32Array, Int64Array
 
-
-class PortsWindows(PortsCells):
-    """What a cache of a window needs for :mod:`kvcellar.cache.transfer`."""
-
-    _room: WindowEviction
-    _checkpoints: WindowCheckpoints
-    _window: int
-
-    def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> CellData:
-        """What sequences hold and held in a range of positions; nothing may be pending."""
-        content = super().export(seq_ids, lo, hi, checkpoints)
-        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
-        kept = self._port_checkpoints(seq_ids) if checkpoints else ()
-        return replace(content, evicted=evicted, checkpoints=kept)
-
-    def import_(self, content: CellData, seq_ids: Sequence[int], shift: int) -> None:
-        """Put sound content into cells of empty sequences, and remember what slid out.
-
-        Raises:
-            SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
-        """
-        fitting = trimmed(content, self._window)
-        for number in range(len(seq_ids)):
-            held = fitting.positions[fitting.cells_of(number)]
-            if not is_whole(fitting.evicted[number][0], held, self._window):
-                raise SnapshotFileError(f"a part of the window of sequence {number} is missing")
-        self._fill(fitting, seq_ids, shift)
-        for number, seq in enumerate(seq_ids):
-            if len(fitting.cells_of(number)):
-                at, tokens = fitting.evicted[number]
-                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
-        if shift == 0:  # rows of checkpoints stand at their positions
-            for one in fitting.checkpoints:
-                self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
-
-    def _cells_for(self, n: int) -> Int64Array:
-        """Cells for n tokens, those that slid out of every window included."""
-        return self._room.take(n, self._room.kept_rows())
-
-    def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
-        owners: dict[int, list[int]] = {}
-        known = {}
-        for number, seq in enumerate(seq_ids):
-            for one in self._checkpoints.of(seq):
-                known[one.serial] = one
-                owners.setdefault(one.serial, []).append(number)
-        return tuple(
-            WindowData(
-                one.positions.copy(),
-                one.tokens.copy(),
-                self._by_layer([rows.copy() for rows in one.rows]),
-                _pairs(one.evicted),
-                tuple(owners[serial]),
-            )
-            for serial, one in sorted(known.items())
-        )
-
-    def _port_in_checkpoint(self, one: WindowData, seqs: Sequence[int]) -> None:
-        if not is_whole(one.evicted[0], one.positions, self._window):
-            raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
-        pieces = {"k": one.rows.k, "v": one.rows.v}
-        # Copies: whoever made the content may change it, or the file that it lies in.
-        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
-        evicted = EvictedTokens.of(*one.evicted)
-        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
-        self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
-
-    def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
-        by = dict(zip(self._room.parts, rows, strict=True))
-        layers = range(len(self.store.spec.layers))
-        none = np.empty((len(rows[0]), 0), np.uint8)
-        return RowBytes(
-            tuple(by[i, "k"] for i in layers), tuple(by.get((i, "v"), none) for i in layers)
-        )
-
-
-def _pairs(evicted: EvictedTokens) -> Int32Array:
-    return np.stack((evicted.positions, evicted.tokens))
-
-
 __all__ = ["SlidingCache", "sliding_size"]
 
 
-class SlidingCache(PortsWindows, AttentionCache):
+class SlidingCache(AttentionCache):
     """Every verb of :class:`AttentionCache`, over cells that are used again.
 
     Args:
@@ -145,6 +61,8 @@ class SlidingCache(PortsWindows, AttentionCache):
         checkpoints: what may be kept to go back behind the window. One is made for each sequence
             of which a batch decodes several tokens (a prompt), and by :meth:`checkpoint`.
     """
+
+    keeps_every_token = False
 
     def __init__(
         self,
@@ -162,9 +80,9 @@ class SlidingCache(PortsWindows, AttentionCache):
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
         self._window = windows[0]
-        self._room = WindowEviction(self.table, store, self._upkeep.journal, self._window)
+        self._room = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
-        self._keeper = WindowKeeper(self._checkpoints, self._room, self._upkeep, self._window)
+        self._keeper = WindowKeeper(self._checkpoints, self._room, self._sync, self._window)
         self.watch(self._remember)
 
     # -- questions
@@ -179,7 +97,7 @@ class SlidingCache(PortsWindows, AttentionCache):
         """The ids of a sequence's tokens that slid out, in the order of their positions."""
         return self._room.evicted[self.table.checked(seq_id)].tokens
 
-    def seq_slid_positions(self, seq_id: int) -> Int32Array:
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
         return self._room.evicted[self.table.checked(seq_id)].positions
 
@@ -202,7 +120,7 @@ class SlidingCache(PortsWindows, AttentionCache):
         Returns:
             False if a window could not be filled any more; nothing has changed.
         """
-        self._require_idle()
+        self.require_idle()
         lo, hi = clamp_range(p0, p1)
         everyone = range(self.table.n_seq_max)
         seqs = everyone if seq_id == -1 else [self.table.checked(seq_id)]
@@ -225,7 +143,7 @@ class SlidingCache(PortsWindows, AttentionCache):
         Raises:
             CacheError: dst would lack the window before its next token; nothing has changed.
         """
-        self._require_idle()
+        self.require_idle()
         a, b = self.table.checked(src), self.table.checked(dst)
         lo, hi = clamp_range(p0, p1)
         if a != b and lo < hi:
@@ -294,33 +212,21 @@ class SlidingCache(PortsWindows, AttentionCache):
         Returns:
             False if there is nothing to keep, or no budget for it.
         """
-        self._require_idle()
+        self.require_idle()
         seq = self.table.checked(seq_id)
         if len(self.table.pending_cells()):
             self.update()
         return self._keeper.make(seq)
 
-    def resize(self, size: int) -> None:
-        """Have so many cells; what slid out goes first if not everything would fit."""
-        self._require_idle()
-        saved = self._room.save()
-        try:
-            if 0 < size < self.used and not self.in_transaction:
-                self._room.evict(self.used - size)
-            super().resize(size)
-        except BaseException:
-            self._room.load(saved)
-            raise
-
-    # -- as a part of a cache of several kinds
+    # -- decoding
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch may not be decoded; whether it finds room is for :meth:`take` to say."""
-        self._require_idle()
+        self.require_idle()
         if coupled == "same":
             check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
 
-    def take(self, micros: Sequence[MicroBatch]) -> CellPart:
+    def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take cells for microbatches that were checked; what is pending is applied first.
 
         Raises:
@@ -328,13 +234,22 @@ class SlidingCache(PortsWindows, AttentionCache):
         """
         self._room.require(micros)
         self.update()
-        taken = SlidingPlacement(
-            self._room, self.spec, micros, self._upkeep, self._keeper.committed
-        )
-        self._open = taken
-        return taken
+        taken = SlidingPlacement(self._room, self.spec, micros, self._sync, self._keeper.committed)
+        self._open = Placement(micros, [taken])
+        return self._open
 
     # -- steps
+
+    def _resize(self, size: int) -> None:
+        """Have ``size`` cells; what slid out goes first if not everything would fit."""
+        saved = self._room.save()
+        try:
+            if size < self.used:
+                self._room.evict(self.used - size)
+            super()._resize(size)
+        except BaseException:
+            self._room.load(saved)
+            raise
 
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
@@ -350,7 +265,7 @@ class SlidingCache(PortsWindows, AttentionCache):
 
     def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
         """What slid out of a sequence, moved; None if nothing moves at all."""
-        self._require_idle()
+        self.require_idle()
         seq = self.table.checked(seq_id)
         evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
         new = np.where(within(held, lo, hi), move(held), held)
@@ -386,3 +301,77 @@ class SlidingCache(PortsWindows, AttentionCache):
             self._checkpoints.load(checkpoints)
 
         return undo
+
+    # -- exports and imports
+
+    def _export_cells(
+        self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool
+    ) -> CellData:
+        content = super()._export_cells(seq_ids, lo, hi, checkpoints)
+        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
+        kept = self._port_checkpoints(seq_ids) if checkpoints else ()
+        return replace(content, evicted=evicted, checkpoints=kept)
+
+    def _import_cells(self, group: CellData, seq_ids: Sequence[int], shift: int) -> None:
+        """Put cells into empty sequences, and remember what slid out.
+
+        Raises:
+            SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
+        """
+        fitting = trimmed(group, self._window)
+        for number in range(len(seq_ids)):
+            held = fitting.positions[fitting.cells_of(number)]
+            if not is_whole(fitting.evicted[number][0], held, self._window):
+                raise SnapshotFileError(f"a part of the window of sequence {number} is missing")
+        self._fill(fitting, seq_ids, shift)
+        for number, seq in enumerate(seq_ids):
+            if len(fitting.cells_of(number)):
+                at, tokens = fitting.evicted[number]
+                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
+        if shift == 0:  # rows of checkpoints stand at their positions
+            for one in fitting.checkpoints:
+                self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
+
+    def _cells_for(self, n: int) -> Int64Array:
+        """Cells for n tokens, those that slid out of every window included."""
+        return self._room.take(n, self._room.kept_rows())
+
+    def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
+        owners: dict[int, list[int]] = {}
+        known = {}
+        for number, seq in enumerate(seq_ids):
+            for one in self._checkpoints.of(seq):
+                known[one.serial] = one
+                owners.setdefault(one.serial, []).append(number)
+        return tuple(
+            WindowData(
+                one.positions.copy(),
+                one.tokens.copy(),
+                self._by_layer([rows.copy() for rows in one.rows]),
+                _pairs(one.evicted),
+                tuple(owners[serial]),
+            )
+            for serial, one in sorted(known.items())
+        )
+
+    def _port_in_checkpoint(self, one: WindowData, seqs: Sequence[int]) -> None:
+        if not is_whole(one.evicted[0], one.positions, self._window):
+            raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
+        pieces = {"k": one.rows.k, "v": one.rows.v}
+        # Copies: whoever made the content may change it, or the file that it lies in.
+        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
+        evicted = EvictedTokens.of(*one.evicted)
+        self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
+        self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
+
+    def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
+        by = dict(zip(self._room.parts, rows, strict=True))
+        layers = range(len(self.store.spec.layers))
+        none = np.empty((len(rows[0]), 0), np.uint8)
+        return RowBytes(
+            tuple(by[i, "k"] for i in layers), tuple(by.get((i, "v"), none) for i in layers)
+        )
+
+
+def _pairs(evicted: EvictedTokens) -> Int32Array:
+    return np.stack((evicted.positions, evicted.tokens))

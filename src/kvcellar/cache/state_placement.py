@@ -105,8 +105,6 @@ class Piece(NamedTuple):
 class StatePlacement:
     """The rows of one batch, taken and neither committed nor released.
 
-    Implements :class:`~kvcellar.cache.placement.StatePart`.
-
     Args:
         micros: the batch.
         rows: which rows it reads and writes.

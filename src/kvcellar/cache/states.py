@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvcellar.cache.base import Checkpoint, CheckpointPolicy
+from kvcellar.cache.base import CheckpointPolicy
 from kvcellar.cache.content import StateData
 from kvcellar.cache.state_placement import Piece
 from kvcellar.cells import check_moved
@@ -98,6 +98,15 @@ class History:
     def at(self, positions: Int32Array) -> History:
         """The same tokens at other positions."""
         return History(_Log(self.tokens, positions), self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A row that holds the state after the first ``n`` tokens of a sequence."""
+
+    n: int
+    row: int
+    serial: int  # the later it was made, the larger
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Trying something in a cache and taking it back.
+"""Taking back what happened to cells of K and V, bit for bit.
 
 ::
 
@@ -18,201 +18,26 @@ cell where it was. It needs no copy of the rows: cells that were held when a tra
    back: exact for every type, where rotating back would be within rounding. That costs memory: at
    most the K rows of the cells held when the transaction began.
 4. ``clear`` frees them; that their bytes are zeroed waits until the outermost transaction ends.
-
-What every transaction is: something to be kept or taken back, usable in a with block.
-
-Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer
-one by a rollback ends those within it; it cannot be committed while one is open. That much is the
-same for every cache, and :class:`Nested` has it.
-
-Between ``place`` and its end a cache can neither be edited nor decode another batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from kvcellar.backends.base import KVStore, Part
+from kvcellar.cache.base import Cache, Remember, Transaction
 from kvcellar.cells import CellTable
-from kvcellar.errors import AllocationError, CacheError
+from kvcellar.errors import AllocationError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
 
-U = TypeVar("U", bound="Undoable")
 
-Undo: TypeAlias = Callable[[], None]
-Remember: TypeAlias = Callable[[], Undo]
-"""Called when a transaction begins; what it returns is called if that is rolled back."""
+class CellTransaction(Transaction):
+    """A transaction on a cache of K and V."""
 
-
-class NestHost(Protocol):
-    """What every transaction needs of its cache."""
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-
-    def abandon(self) -> None:
-        """Release what that batch took."""
-
-
-class Undoable(Protocol):
-    """What happens to a cache from here on, to be kept or taken back.
-
-    As a context manager it commits when the block ends, and rolls back when it ends by an
-    exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
-    """
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or rolled back."""
-
-    def commit(self) -> None:
-        """Keep what happened; an outer transaction can still take it back.
-
-        Raises:
-            CacheError: it has ended already, an inner one is open, or a batch is being decoded.
-        """
-
-    def rollback(self) -> None:
-        """Take back what happened, what inner transactions committed included.
-
-        A batch that is being decoded is released. A second time does nothing.
-
-        Raises:
-            CacheError: it was committed.
-        """
-
-    def __enter__(self: U) -> U:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            if self.is_open:
-                self.rollback()
-            return
-        try:
-            if self.is_open:
-                self.commit()
-        except BaseException:
-            self.rollback()
-            raise
-
-
-class Nested(Undoable):
-    """A transaction within those that are open.
-
-    Args:
-        host: the cache.
-        nest: the open transactions, the innermost last; whoever makes this one appends it.
-        watchers: those outside of the cache that take part.
-    """
-
-    def __init__(
-        self, host: NestHost, nest: Sequence[Nested], watchers: Sequence[Remember] = ()
-    ) -> None:
-        self._host = host
-        self._nest = nest
-        self._undos = [remember() for remember in watchers]
-        self._state: Literal["open", "committed", "rolled back"] = "open"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or rolled back."""
-        return self._state == "open"
-
-    def commit(self) -> None:
-        """Keep what happened; see :meth:`Undoable.commit`."""
-        if self._state != "open":
-            raise CacheError(f"this transaction is {self._state} already")
-        if self._nest[-1] is not self:
-            raise CacheError("a transaction within this one is open: end that one first")
-        if self._host.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._keep()
-        self._state = "committed"
-        self._ended(kept=True)
-
-    def rollback(self) -> None:
-        """Take back what happened; see :meth:`Undoable.rollback`."""
-        if self._state == "committed":
-            raise CacheError("this transaction is committed and cannot be taken back")
-        if self._state == "rolled back":
-            return
-        self._host.abandon()
-        while self._nest[-1] is not self:
-            self._nest[-1].rollback()
-        self._take_back()
-        self._state = "rolled back"
-        self._ended(kept=False)
-        for undo in reversed(self._undos):
-            undo()
-
-    # -- what each kind does besides
-
-    def _keep(self) -> None:
-        """What has to be done before it counts as committed."""
-
-    def _take_back(self) -> None:
-        """Let everything be as it was."""
-        raise NotImplementedError
-
-    def _ended(self, *, kept: bool) -> None:
-        """Leave the nest; what was kept may still be taken back by an outer one."""
-        raise NotImplementedError
-
-
-class Taken(Protocol):
-    """What a batch took of a cache."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be committed or released."""
-
-    def release(self) -> None:
-        """Let everything be as it was before; a second time does nothing."""
-
-
-class Decoding:
-    """Knows whether a batch is being decoded; whoever places one sets ``_open``."""
-
-    _open: Taken | None = None
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a batch has been placed and neither committed nor released."""
-        return self._open is not None and self._open.is_open
-
-    def abandon(self) -> None:
-        """Release what a batch that is being decoded took."""
-        if self._open is not None:
-            self._open.release()
-
-    def _require_idle(self) -> None:
-        if self.is_decoding:
-            raise CacheError("a batch is being decoded: commit or release its placement first")
-        self._open = None
-
-
-class Host(NestHost, Protocol):
-    """What a transaction needs of its cache."""
-
-    def zero_freed(self) -> None:
-        """Zero what free cells still hold."""
-
-
-class Transaction(Nested):
-    """Everything that happens to a cache from its begin to its end, to be kept or taken back."""
-
-    def __init__(self, journal: Journal, outer: Transaction | None) -> None:
-        super().__init__(journal.host, journal.open, journal.watchers)
+    def __init__(self, cache: Cache, journal: Journal, watchers: Sequence[Remember]) -> None:
+        super().__init__(cache, journal.open, watchers)
         table, store = journal.table, journal.store
+        outer = journal.open[-1] if journal.open else None
         held: BoolArray = table.positions >= 0
         self.reserved: BoolArray = held.copy() if outer is None else held | outer.reserved
         self.zero_later = False
@@ -223,6 +48,8 @@ class Transaction(Nested):
         self._journal = journal
         self._outer = outer
         self._saved = table.save()
+        journal.open.append(self)
+        table.reserved = self.reserved
 
     def _take_back(self) -> None:
         self.rows.write_back()
@@ -240,25 +67,26 @@ class Transaction(Nested):
             outer.rest.take(self.rest)
             outer.zero_later |= self.zero_later
         elif self.zero_later:
-            journal.host.zero_freed()
+            journal.zero_freed()
 
 
 class Journal:
-    """The open transactions of one cache, the innermost last."""
+    """The open transactions of one cache of K and V, and what they want kept of its rows.
 
-    def __init__(self, host: Host, table: CellTable, store: KVStore) -> None:
-        self.host = host
+    Args:
+        table: who owns which cell.
+        store: the rows.
+        zero_freed: zeroes what free cells still hold.
+
+    Attributes:
+        open: the transactions, the innermost last.
+    """
+
+    def __init__(self, table: CellTable, store: KVStore, zero_freed: Callable[[], None]) -> None:
         self.table = table
         self.store = store
-        self.open: list[Transaction] = []
-        self.watchers: list[Remember] = []
-
-    def begin(self) -> Transaction:
-        """A new transaction within those that are open."""
-        transaction = Transaction(self, self.open[-1] if self.open else None)
-        self.open.append(transaction)
-        self.table.reserved = transaction.reserved
-        return transaction
+        self.zero_freed = zero_freed
+        self.open: list[CellTransaction] = []
 
     def before_rotation(self, cells: Int64Array) -> None:
         """Keep the K rows of these cells, as far as an open transaction may want them back.

@@ -11,14 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.eviction import within
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cache.recurrent import RecurrentCache
-from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cellsets import clamp_range
 from kvcellar.errors import NotSupported, OptionError, PositionError
 from kvcellar.types import MAX_POSITION, Int32Array
@@ -49,7 +45,7 @@ def state_get(
         cache.seq_pos_max(seq)  # refuses an unknown id before anything happens
     cache.update()
     if _needs_no_cut(cache, seq_ids, hi):
-        return _get(cache, seq_ids, lo, hi, checkpoints)
+        return cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
     with cache.transaction() as attempt:
         for seq in seq_ids:
             end, known = min(hi, cache.seq_pos_max(seq) + 1), _positions(cache, seq)
@@ -59,7 +55,7 @@ def state_get(
                     f"sequence {seq} cannot be taken up to {end}: no state or window is kept "
                     f"there, the last one before it ends at {reached}"
                 )
-        content = _get(cache, seq_ids, lo, hi, checkpoints)
+        content = cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
         attempt.rollback()
     return content
 
@@ -91,49 +87,21 @@ def state_set(
             to a sequence that is not empty.
     """
     _check_distinct(seq_ids)
-    parts = parts_of(cache)
-    check_content(content, [part.store.spec for part in parts if isinstance(part, _PORTS)])
+    check_content(content, cache.store_specs)
     if len(seq_ids) != content.n_seqs:
         raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     _check_targets(cache, content, seq_ids, shift)
-    groups = iter(content.groups)
     with cache.transaction():
-        for part in parts:
-            if isinstance(part, AttentionCache):
-                part.import_(next(groups), seq_ids, shift)
-            elif isinstance(part, RecurrentCache) and content.states is not None:
-                part.import_(content.states, seq_ids, shift)
-
-
-_PORTS = (AttentionCache, RecurrentCache)
-
-
-def _get(cache: Cache, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
-    groups, states = [], None
-    for part in parts_of(cache):
-        if isinstance(part, AttentionCache):
-            groups.append(part.export(seq_ids, lo, hi, checkpoints and lo == 0))
-        elif isinstance(part, RecurrentCache):
-            states = part.export(seq_ids, lo, checkpoints and lo == 0)
-    return SequenceData(len(seq_ids), tuple(groups), states, lo)
-
-
-def is_plain(cache: Cache) -> bool:
-    """Whether no part has states or windows that slide."""
-    return all(type(part) is AttentionCache for part in parts_of(cache))
+        cache.import_(content, seq_ids, shift)
 
 
 def _needs_no_cut(cache: Cache, seq_ids: Sequence[int], hi: int) -> bool:
-    return is_plain(cache) or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
+    return cache.keeps_every_token or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
 
 
 def _positions(cache: Cache, seq: int) -> Int32Array:
     """Where all tokens of a sequence stand, those that slid out included."""
-    part = parts_of(cache)[0]
-    held = part.seq_positions(seq)
-    if isinstance(part, SlidingCache):
-        return np.concatenate((part.seq_slid_positions(seq), held))
-    return held
+    return np.concatenate((cache.seq_evicted_positions(seq), cache.seq_positions(seq)))
 
 
 def _check_distinct(seq_ids: Sequence[int]) -> None:
@@ -142,7 +110,7 @@ def _check_distinct(seq_ids: Sequence[int]) -> None:
 
 
 def _check_targets(cache: Cache, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
-    plain = is_plain(cache)
+    plain = cache.keeps_every_token
     if content.start > 0 and not plain:
         raise NotSupported(
             f"this piece begins at position {content.start}: a state or a window cannot be put in "

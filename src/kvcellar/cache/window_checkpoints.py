@@ -22,7 +22,7 @@ import numpy as np
 from kvcellar.batch import MicroBatch
 from kvcellar.cache.base import CheckpointBudget
 from kvcellar.cache.eviction import EvictedTokens, WindowEviction, is_whole
-from kvcellar.cache.rows import Upkeep
+from kvcellar.cache.rows import StoreSync
 from kvcellar.cache.transaction import KeptRows
 from kvcellar.cellsets import pack_owners, unpack_owners
 from kvcellar.errors import AllocationError, CacheFull
@@ -142,16 +142,16 @@ class WindowKeeper:
     Args:
         checkpoints: those there are.
         room: where cells come from.
-        upkeep: what happens to rows.
+        sync: what keeps rows in step with the table.
         window: how many tokens before its end a checkpoint holds.
     """
 
     def __init__(
-        self, checkpoints: WindowCheckpoints, room: WindowEviction, upkeep: Upkeep, window: int
+        self, checkpoints: WindowCheckpoints, room: WindowEviction, sync: StoreSync, window: int
     ) -> None:
         self._checkpoints = checkpoints
         self._room = room
-        self._upkeep = upkeep
+        self._sync = sync
         self._window = window
 
     def make(self, seq: int) -> bool:
@@ -193,7 +193,7 @@ class WindowKeeper:
                 return False
             raise
         self._room.evicted[seq] = checkpoint.evicted
-        self._upkeep.mark_held()
+        self._sync.mark_held()
         return True
 
     def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int, kept: KeptRows) -> None:

@@ -1,6 +1,6 @@
-"""Which commands there are, and how every one of them ends.
+"""The commands, and how every one of them ends.
 
-Exit codes: 0 done, 1 an error (one line on stderr, no traceback), 2 a wrong command line,
+Exit codes: 0 success, 1 an error (one line on stderr, no traceback), 2 a wrong command line,
 130 interrupted.
 """
 
@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvcellar.cli import cache, chat, info, run, tour
+from kvcellar.cli import INTERRUPTED, cache, chat, info, run, tour
 from kvcellar.cli.console import complain
-from kvcellar.cli.main import INTERRUPTED
+from kvcellar.cli.options import expand_groups
 from kvcellar.errors import KVCellarError
 
 
@@ -25,7 +25,7 @@ class Guarded(TyperGroup):
     """A group of commands whose errors end in one line and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Read the command line and do what it says; never returns."""
+        """Parse the command line and run the command; never returns."""
         try:
             return super().main(*args, **options)
         except OSError as error:
@@ -35,7 +35,7 @@ class Guarded(TyperGroup):
             sys.exit(1)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the command; map its errors to exit codes."""
         debug = ctx.params.get("debug")
         try:
             result = super().invoke(ctx)
@@ -58,7 +58,7 @@ class Guarded(TyperGroup):
 
 
 def _abandon_stdout() -> None:
-    """What is still buffered goes nowhere; it would fail again when the interpreter ends."""
+    """Discard buffered output, which would fail again when the interpreter ends."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -66,15 +66,14 @@ def _abandon_stdout() -> None:
 app = typer.Typer(
     cls=Guarded,
     name="kvcellar",
-    help="Run GGUF models on a KV cache that you can see, fork and edit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command()(run.run)
-app.command()(chat.chat)
+app.command()(expand_groups(run.run))
+app.command()(expand_groups(chat.chat))
 app.command()(info.info)
 app.command()(tour.tour)
 app.add_typer(cache.app, name="cache")
@@ -91,12 +90,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def common(
     debug: Annotated[
-        bool, typer.Option("--debug", envvar="KVCELLAR_DEBUG", help="Show the traceback of errors.")
+        bool,
+        typer.Option("--debug", envvar="KVCELLAR_DEBUG", help="Print the traceback of an error."),
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Say which it is."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Run GGUF models on a KV cache that you can see, fork and edit."""
-    del debug, version  # the first is read where commands end
+    """Run GGUF models on a KV cache that you can inspect, fork and edit."""
+    del debug, version  # debug is read where commands end

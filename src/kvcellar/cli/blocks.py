@@ -1,39 +1,31 @@
-"""What the notes of a store's entries tell: which block follows which, and what may go first.
+"""The blocks of a store, as trees: which block follows which, and what may be removed first.
 
-Blocks form trees, because texts that begin alike share what they begin with. A block is of use only
-while all before it are there, so removal goes from the ends of texts inward.
+Texts that begin alike share the blocks of what they begin with. A block can be used only while all
+blocks before it are there, so texts are removed from their ends inward.
 
-What a store holds, for people and for machines.
-
-People see stretches of text, because a text is many blocks: what takes the room and what nobody
-has used. Machines get every entry.
+Parents and starts are what the notes of entries claim; whatever they claim, nothing here loops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from kvcellar.cli.console import harmless, human_age, human_bytes
-from kvcellar.prompts.misses import absent_of
-from kvcellar.stores.base import WRITING_S, Entry
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from kvcellar.stores.base import Entry
 
 Reason: TypeAlias = Literal["unreachable", "unused", "over budget"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An entry and what its note says; an entry that is no block has no tokens and begins at 0.
+    """An entry and what its note says; an entry that is no block has no tokens and starts at 0.
 
     Attributes:
         entry: as the store lists it.
-        parent: the key of the block before it, or whatever the first block follows.
-        start: the token that it begins with.
-        tokens: their ids.
+        parent: the key of the block before it; of a first block, that of its model and types.
+        start: the index of its first token in the text.
+        tokens: token ids.
         model: a short name of the model.
     """
 
@@ -45,7 +37,7 @@ class Block:
 
     @classmethod
     def of(cls, entry: Entry) -> Block:
-        """What a note says, as far as it says what we write."""
+        """Read an entry's note; what kvcellar does not write is ignored."""
         note = entry.note
         start, words = note.get("start"), str(note.get("tokens", "")).split()
         tokens = tuple(int(word) for word in words if word.isdecimal() and len(word) < 12)
@@ -59,22 +51,22 @@ class Block:
 
     @property
     def key(self) -> str:
-        """Its key."""
+        """The entry's key."""
         return self.entry.key
 
     @property
     def end(self) -> int:
-        """The token behind its last one."""
+        """The index after its last token."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks that follow each other and that the same texts have; at least one.
+    """One or more consecutive blocks that the same texts share.
 
     Attributes:
         blocks: from the first to the last.
-        n_texts: how many ways the text goes on from there, at least 1.
+        n_texts: how many texts continue from here, at least 1.
         reachable: whether all blocks before them are there.
     """
 
@@ -84,17 +76,17 @@ class Stretch:
 
     @property
     def n_bytes(self) -> int:
-        """What their values take."""
+        """The size of their values."""
         return sum(block.entry.n_bytes for block in self.blocks)
 
     @property
     def created(self) -> float:
-        """When the first of them was stored."""
+        """When the first block was stored."""
         return min(block.entry.created for block in self.blocks)
 
     @property
     def used(self) -> float:
-        """When the last use of any was."""
+        """When any block was last used."""
         return max(block.entry.used for block in self.blocks)
 
 
@@ -107,16 +99,16 @@ class Forest:
         for block in self.blocks.values():
             if block.start:
                 self._children.setdefault(block.parent, []).append(block)
-        # From the start of texts on: whatever a note claims, nothing comes before its parent.
+        # By start: whatever a note claims, no block precedes its parent.
         self._ordered = sorted(self.blocks.values(), key=lambda block: block.start)
         self._reachable = self._find_reachable()
 
     def is_reachable(self, block: Block) -> bool:
-        """Whether all blocks before it are there."""
+        """Return whether all blocks before it are there."""
         return block.key in self._reachable
 
     def chain(self, key: str) -> list[Block] | None:
-        """The blocks of a text up to that one, None if one is missing."""
+        """Return the blocks of a text up to this one, None if one is missing."""
         found = [self.blocks[key]]
         while found[-1].start:
             parent = self.blocks.get(found[-1].parent)
@@ -126,7 +118,7 @@ class Forest:
         return found[::-1]
 
     def stretches(self) -> list[Stretch]:
-        """All blocks, each in one stretch."""
+        """Return all blocks, each in exactly one stretch."""
         n_texts = self._count_texts()
         done: set[str] = set()
         found = []
@@ -141,21 +133,17 @@ class Forest:
             found.append(Stretch(tuple(blocks), n_texts[blocks[-1].key], reachable))
         return found
 
-    def _leaving_order(self, used: Mapping[str, float]) -> list[Block]:
-        """Which may go first: those whose text was not used for longest, from its end inward."""
-        blocks = self.blocks.values()
-        return sorted(blocks, key=lambda block: (used[block.key], -block.start, block.key))
-
-    def leaving(
+    def removable(
         self, max_bytes: int | None, unused_since: float | None, idle_since: float
     ) -> Iterator[tuple[Block, Reason]]:
-        """What has to go: what is of no use, what was not used since, what is too much.
+        """Yield unreachable blocks, those not used since, and then the least recently used.
 
-        A text is stored from its end on, so for a while its blocks lack those before them: what was
-        used after ``idle_since`` is not of no use yet.
+        A text is stored from its end inward, so for a while its blocks are unreachable: those used
+        after ``idle_since`` stay.
         """
         used, staying = self._last_uses(), list[Block]()
-        for block in self._leaving_order(used):
+        order = sorted(self.blocks.values(), key=lambda b: (used[b.key], -b.start, b.key))
+        for block in order:
             if not self.is_reachable(block) and used[block.key] <= idle_since:
                 yield block, "unreachable"
             elif unused_since is not None and used[block.key] < unused_since:
@@ -192,103 +180,9 @@ class Forest:
         return counts
 
     def _last_uses(self) -> dict[str, float]:
-        """Of each block its last use or that of any block behind it."""
+        """Return for each block the last use of it or of any block that follows it."""
         used: dict[str, float] = {}
         for block in reversed(self._ordered):
             behind = [used.get(one.key, 0.0) for one in self._follows(block)]
             used[block.key] = max([block.entry.used, *behind])
         return used
-
-
-Order: TypeAlias = Literal["used", "created", "bytes"]
-
-SHORT = 8
-"""Digits of a key that are shown; they suffice to name it."""
-
-
-def list_data(where: str, forest: Forest, order: Order) -> dict[str, Any]:
-    """For machines: every entry."""
-    blocks = in_order([Stretch((b,), 1, forest.is_reachable(b)) for b in _all(forest)], order)
-    return {
-        "store": where,
-        "n_entries": len(blocks),
-        "n_bytes": sum(one.n_bytes for one in blocks),
-        "entries": [{**entry_data(one.blocks[0]), "reachable": one.reachable} for one in blocks],
-    }
-
-
-def in_order(stretches: Sequence[Stretch], order: Order) -> list[Stretch]:
-    """The latest or the largest first."""
-    value = {
-        "used": lambda one: one.used,
-        "created": lambda one: one.created,
-        "bytes": lambda one: one.n_bytes,
-    }[order]
-    return sorted(stretches, key=value, reverse=True)
-
-
-def list_table(forest: Forest, order: Order, now: float) -> Table:
-    """For people: a line a stretch."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("key", "model"):
-        table.add_column(head, no_wrap=True)
-    for head in ("tokens", "bytes", "stored", "used", "texts"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("begins with", overflow="ellipsis")  # no blanks, so it is cut and not wrapped
-    shown = [one for one in forest.stretches() if absent_of(one.blocks[0].entry.note) is None]
-    for one in in_order(shown, order):
-        table.add_row(*_cells(one, now), style=None if one.reachable else "dim")
-    return table
-
-
-def totals(forest: Forest) -> list[str]:
-    """What all takes together, and what of it is of no use."""
-    blocks = _all(forest)
-    lost = [block for block in blocks if not forest.is_reachable(block)]
-    n_bytes = human_bytes(sum(block.entry.n_bytes for block in blocks))
-    lines = [f"{len(blocks)} entries, {n_bytes}"]
-    if n := sum(absent_of(block.entry.note) is not None for block in blocks):
-        lines.append(f"{n} of them only say why a block could not be stored")
-    if lost:
-        lines.append(
-            f"{len(lost)} of them, {human_bytes(sum(one.entry.n_bytes for one in lost))}, cannot "
-            "be reached (texts: -): a block before them is gone; kvcellar cache gc removes them "
-            f"{human_age(WRITING_S)} after their last use"
-        )
-    return lines
-
-
-def _all(forest: Forest) -> list[Block]:
-    return list(forest.blocks.values())
-
-
-def _cells(one: Stretch, now: float) -> list[str]:
-    first, last = one.blocks[0], one.blocks[-1]
-    return [
-        last.key[:SHORT],
-        harmless(first.model[:8]) or "-",
-        f"{first.start}-{last.end}" if last.tokens else "-",
-        human_bytes(one.n_bytes),
-        human_age(now - one.created),
-        human_age(now - one.used),
-        str(one.n_texts) if one.reachable else "-",
-        ",".join(map(str, first.tokens[:8])),
-    ]
-
-
-def entry_data(block: Block) -> dict[str, Any]:
-    """For machines: one entry."""
-    return {
-        "key": block.key,
-        "model": block.model,
-        "parent": block.parent,
-        "start": block.start,
-        "end": block.end,
-        "tokens": list(block.tokens),
-        "n_bytes": block.entry.n_bytes,
-        "created": block.entry.created,
-        "used": block.entry.used,
-    }

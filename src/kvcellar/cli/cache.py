@@ -1,30 +1,33 @@
-"""``kvcellar cache``: what a prompt cache holds, whether it is sound, what can go, moving it.
+"""``kvcellar cache``: list, inspect, check, clean and move the entries of a prompt cache.
 
-A prompt cache is a folder, or a Redis server, that ``--prompt-cache`` named. Results go to stdout.
+A prompt cache is the folder or the Redis server that ``--prompt-cache`` named. Results go to
+stdout.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from contextlib import closing
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvcellar.cli.console import console_for, human_bytes, note, parse_age, parse_size, show
+from kvcellar.cli.console import console_for, note, print_json, show
+from kvcellar.cli.options import AsJson
+from kvcellar.cli.units import human_bytes, parse_age, parse_size
 from kvcellar.errors import OptionError
 
 app = typer.Typer(
-    help="Look after a cache of prompts: see, check, clean and move what it holds.",
+    help="Manage a prompt cache: list, inspect, verify, clean, export and import entries.",
     no_args_is_help=True,
 )
 
 
 class Order(str, Enum):
-    """What a list is sorted by."""
+    """Sort order of a list."""
 
     USED = "used"
     CREATED = "created"
@@ -32,43 +35,63 @@ class Order(str, Enum):
 
 
 Where = Annotated[
-    str, typer.Argument(metavar="DIR_OR_URL", help="A folder, or redis://HOST:PORT/NUMBER.")
+    str, typer.Argument(metavar="DIR_OR_URL", help="Folder, or redis://HOST:PORT/NUMBER.")
 ]
 WhereOrFile = Annotated[
-    str, typer.Argument(metavar="DIR_URL_OR_FILE", help="A cache, or a file of Sequence.save.")
+    str,
+    typer.Argument(
+        metavar="DIR_URL_OR_FILE", help="Prompt cache, snapshot file or llama.cpp state file."
+    ),
 ]
-Key = Annotated[str, typer.Argument(metavar="KEY", help="A key, or how it begins.")]
-MaybeKey = Annotated[str | None, typer.Argument(metavar="[KEY]", help="Which entry of a cache.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Key of an entry, or how it begins.")]
+MaybeKey = Annotated[
+    str | None,
+    typer.Argument(metavar="KEY", help="Key of an entry of a cache, or how it begins."),
+]
 OfModel = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="Whose file of llama.cpp it is.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="GGUF model that the llama.cpp state file was saved from.",
+    ),
 ]
-Sort = Annotated[Order, typer.Option("--sort", help="What comes first: the latest or largest.")]
+Sort = Annotated[Order, typer.Option("--sort", help="Sort by this, latest or largest first.")]
 MaxBytes = Annotated[
-    str | None, typer.Option("--max-bytes", metavar="SIZE", help="Keep so much: 500M, 20G.")
+    str | None,
+    typer.Option(
+        "--max-bytes",
+        metavar="SIZE",
+        help="Remove least recently used entries until the rest fits: 500M, 20G.",
+    ),
 ]
 OlderThan = Annotated[
-    str | None, typer.Option("--older-than", metavar="AGE", help="Remove what is unused: 12h, 7d.")
+    str | None,
+    typer.Option(
+        "--older-than", metavar="AGE", help="Remove entries not used for this long: 12h, 7d."
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
-OutFile = Annotated[Path, typer.Argument(metavar="OUT_FILE", help="Where to write.")]
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="What export wrote.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")]
+OutFile = Annotated[Path, typer.Argument(metavar="OUT_FILE", help="File to write.")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Files that cache export wrote.")]
 
 
 @app.command("list")
 def list_(where: Where, as_json: AsJson = False, sort: Sort = Order.USED) -> None:
-    """Show what is stored, a line for each stretch of text, its last key first.
+    """List the stored texts, a line for each part that the same texts share.
 
-    A stretch is as much of a text as the same TEXTS have in common. MODEL is how the hash of the
-    model's weights begins; BEGINS WITH are ids of tokens. --json lists every entry.
+    KEY is that of the part's last block, MODEL the start of the weights'
+    hash, TEXTS the number of texts that share it, and BEGINS WITH its first
+    token ids. --json lists every entry.
     """
-    from kvcellar.cli.blocks import Forest, list_data, list_table, totals
+    from kvcellar.cli.blocks import Forest
+    from kvcellar.cli.cache_list import list_data, list_table, totals
     from kvcellar.cli.store_tools import existing, shown
 
     with existing(where) as store:
         forest = Forest(store.entries())
     if as_json:
-        _print_json(list_data(shown(where), forest, sort.value))
+        print_json(list_data(shown(where), forest, sort.value))
         return
     parts = [list_table(forest, sort.value, time.time())] if forest.blocks else []
     show(console_for(sys.stdout), *parts, *totals(forest))
@@ -78,11 +101,13 @@ def list_(where: Where, as_json: AsJson = False, sort: Sort = Order.USED) -> Non
 def inspect(
     where: WhereOrFile, key: MaybeKey = None, as_json: AsJson = False, model: OfModel = None
 ) -> None:
-    """Read one entry, or a file that Sequence.save or Context.save wrote, and say what it is.
+    """Show what an entry, a snapshot file or a llama.cpp state file holds.
 
-    State files of llama.cpp too; these need --model, because they do not say how they go on.
+    Snapshot files are those of Sequence.save and Context.save. A llama.cpp
+    state file needs --model, because it does not describe its own layout.
     """
-    from kvcellar.cli.inspect import inspect_entry, inspect_file
+    from kvcellar.cli.cache_inspect import inspect_entry, inspect_file
+    from kvcellar.cli.store_tools import shown
 
     if key is not None:
         inspect_entry(where, key, as_json=as_json)
@@ -90,7 +115,7 @@ def inspect(
     path = Path(where)
     if not path.is_file():
         raise OptionError(
-            f"{_shown(where)} is no file: name one, or a cache and a KEY that kvcellar cache list "
+            f"{shown(where)} is no file: name one, or a cache and a KEY that kvcellar cache list "
             "shows"
         )
     inspect_file(path, model, as_json=as_json)
@@ -98,19 +123,19 @@ def inspect(
 
 @app.command()
 def verify(where: Where) -> None:
-    """Read every entry and check it; the exit code is 1 if one is damaged."""
+    """Read and check every entry; exit with 1 if any is damaged."""
     from kvcellar.cli.store_tools import check_store
 
     found = check_store(where)
     for key, fault in found.faults.items():
         print(f"{key}: {fault}")
     n_bad = len(found.faults)
-    verdict = f"{n_bad} damaged" if n_bad else "all sound"
+    verdict = f"{n_bad} damaged" if n_bad else "all intact"
     print(f"{found.n_entries} entries, {human_bytes(found.n_bytes)}: {verdict}")
     if found.n_strays:
         print(f"{found.n_strays} files belong to no entry: kvcellar cache gc removes them")
     if n_bad:
-        note("damaged entries are never used: the text is computed again")
+        note("damaged entries are never used: their text is computed again")
         raise typer.Exit(1)
 
 
@@ -121,10 +146,11 @@ def gc(
     older_than: OlderThan = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove what is of no use: blocks that lack one before them, and what dead writers left.
+    """Remove entries that cannot be used, and those over the given limits.
 
-    With --older-than also what was not used for so long, with --max-bytes what was not used for
-    longest until the rest fits. Texts go from their ends inward.
+    An entry cannot be used if a block before it is missing. Files that
+    interrupted writers left are removed too. Texts are removed from their
+    ends inward.
     """
     from kvcellar.cli.store_tools import clean_folder
 
@@ -136,7 +162,7 @@ def gc(
 
 @app.command()
 def export(where: Where, key: Key, out_file: OutFile) -> None:
-    """Write a text up to the block KEY to one file, to be imported elsewhere."""
+    """Write a text, up to and including block KEY, to a file for import elsewhere."""
     from kvcellar.cli.blocks import Forest
     from kvcellar.cli.store_tools import existing, find
     from kvcellar.prompts.archive import export_blocks
@@ -146,7 +172,7 @@ def export(where: Where, key: Key, out_file: OutFile) -> None:
         chain = Forest(store.entries()).chain(entry.key)
         if chain is None:
             raise OptionError(
-                f"{entry.key}: a block before it is not there, so it is of no use anywhere: "
+                f"{entry.key}: a block before it is missing, so it cannot be used anywhere: "
                 "kvcellar cache gc removes it"
             )
         n_bytes = export_blocks(store, [block.entry for block in chain], out_file)
@@ -155,13 +181,12 @@ def export(where: Where, key: Key, out_file: OutFile) -> None:
 
 @app.command("import")
 def import_(where: Where, files: Files) -> None:
-    """Put what export wrote into a cache, which is made if it is not there.
+    """Import exported files into a cache, which is created if there is none.
 
-    All files are checked as a whole before any of them goes in. That K and V belong to the text
-    cannot be checked: import only from those whose answers you would trust.
+    All files are checked before anything is imported. The check cannot tell
+    whether K and V belong to the text: import only files from people whose
+    answers you would trust.
     """
-    from contextlib import closing
-
     from kvcellar.cli.store_tools import open_or_make
     from kvcellar.prompts.archive import check_export, import_blocks
 
@@ -170,17 +195,6 @@ def import_(where: Where, files: Files) -> None:
     with closing(open_or_make(where)) as store:
         for path in files:
             done = import_blocks(store, path)
-            held = f"; {done.n_held} were there" if done.n_held else ""
+            held = f"; {done.n_held} already stored" if done.n_held else ""
             lost = f"; {done.n_lost} did not fit" if done.n_lost else ""
             print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}{lost}")
-
-
-def _shown(where: str) -> str:
-    from kvcellar.cli.store_tools import shown
-
-    return shown(where)
-
-
-def _print_json(data: object) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write("\n")

@@ -1,34 +1,29 @@
-"""``kvcellar info``: what a model is and what its cache takes."""
+"""``kvcellar info``: a model's properties and the size of its cache."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvcellar.cli.console import console_for, human_bytes, show
-from kvcellar.cli.options import ModelName
+from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, show
+from kvcellar.cli.options import AsJson, ModelName
+from kvcellar.cli.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvcellar.cli.inspection import Inspection
-
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+    from kvcellar.cli.model_info import ModelInfo
 
 
 def info(model: ModelName, as_json: AsJson = False) -> None:
-    """Show what a model is, the cache each layer gets, what K and V take, and what fits."""
-    from kvcellar.cli.inspection import inspect
+    """Show a model's properties, the cache of each layer, and how many cells fit in memory."""
+    from kvcellar.cli.model_info import read_model_info
     from kvcellar.runtime.demo import find_model
 
-    found = inspect(find_model(model))
+    found = read_model_info(find_model(model))
     if as_json:
-        json.dump(asdict(found), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(asdict(found))
         return
     console = console_for(sys.stdout)
     show(console, _facts(found))
@@ -38,14 +33,7 @@ def info(model: ModelName, as_json: AsJson = False) -> None:
         show(console, "", _kv_table(found))
 
 
-def _facts(found: Inspection) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        box=None, show_header=False, title=found.path.rpartition("/")[2], title_justify="left"
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+def _facts(found: ModelInfo) -> Table:
     rows = {
         "name": found.name,
         "architecture": found.architecture + ("" if found.supported else " (not supported)"),
@@ -61,13 +49,11 @@ def _facts(found: Inspection) -> Table:
         "file": human_bytes(found.file_bytes),
         "why not": found.reason,
     }
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, str(value))
-    return table
+    said = [(name, str(value)) for name, value in rows.items() if value is not None]
+    return facts_table(found.path.rpartition("/")[2], said)
 
 
-def _heads(found: Inspection) -> str | None:
+def _heads(found: ModelInfo) -> str | None:
     if found.n_head is None:
         return None
     kv = "" if found.n_head_kv is None else f", {found.n_head_kv} of K and V"
@@ -75,22 +61,15 @@ def _heads(found: Inspection) -> str | None:
     return f"{found.n_head}{kv}{size}"
 
 
-def _weights(found: Inspection) -> str:
+def _weights(found: ModelInfo) -> str:
     types = ", ".join(f"{n} {kind}" for kind, n in found.tensor_types.items())
     return f"{human_bytes(found.weight_bytes)}; tensors: {types}"
 
 
-def _layer_table(found: Inspection) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD, title="What layers keep, K and V as f16", title_justify="left"
-    )
-    table.add_column("layers", overflow="fold", max_width=36)
-    table.add_column("cache")
-    for head in ("bytes a token", "bytes a sequence"):
-        table.add_column(head, justify="right")
+def _layer_table(found: ModelInfo) -> Table:
+    heads = ("bytes a token", "bytes a sequence")
+    table = columns_table(("layers", "cache"), heads, title="Cache by layer, K and V as f16")
+    table.columns[0].overflow, table.columns[0].max_width = "fold", 36
     for cache in found.caches:
         n = len(cache.layers)
         sizes = (n * cache.bytes_per_token, n * cache.bytes_per_sequence)
@@ -98,20 +77,14 @@ def _layer_table(found: Inspection) -> Table:
     return table
 
 
-def _kv_table(found: Inspection) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
+def _kv_table(found: ModelInfo) -> Table:
+    table = columns_table(
+        ("type",),
+        ("bytes a token", "relative to f16", f"{found.n_ctx_train} tokens", "cells that fit"),
         title="K/V cache, K and V of the same type",
-        title_justify="left",
         caption=_caption(found),
         caption_justify="left",
     )
-    table.add_column("type")
-    for head in ("bytes a token", "against f16", f"{found.n_ctx_train} tokens", "cells that fit"):
-        table.add_column(head, justify="right")
     whole = found.kv_types["f16"].bytes_per_token
     for name, kind in found.kv_types.items():
         if kind.bytes_per_token is None or whole is None:
@@ -124,7 +97,7 @@ def _kv_table(found: Inspection) -> Table:
     return table
 
 
-def _caption(found: Inspection) -> str:
+def _caption(found: ModelInfo) -> str:
     free = found.memory_available
     memory = "" if free is None else f"{human_bytes(free)} of memory is free beside the weights. "
     if all(kind.bytes_per_token is not None for kind in found.kv_types.values()):

@@ -1,11 +1,17 @@
-"""The options that commands share, and what they are gathered into."""
+"""The options that commands share.
+
+Options that belong together are the fields of a dataclass, which also does what they ask for. A
+command takes the dataclass as one parameter; :func:`expand_groups` puts its fields in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -16,129 +22,141 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.text.sampler import SamplerOptions
 
-_SAMPLING, _CACHE = "Sampling", "Cache and computation"
-_PROMPTS = "Prompts computed before"
-_MOST_TOKENS = 2**31 - 1
+Command: TypeAlias = Callable[..., None]
 
-ModelName = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A GGUF file, or smollm2 for the demo model."),
-]
+MODEL_HELP = "GGUF file, or smollm2 for the demo model."
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MaxTokens = Annotated[
     int,
-    typer.Option("--max-tokens", "-n", help="Tokens at most; -1: until a stop or a full cache."),
+    typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate; -1: no limit."),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option("--stop", help="Stop at this text; may be given several times."),
+    typer.Option("--stop", metavar="TEXT", help="Stop at this text; can be repeated."),
 ]
-System = Annotated[str | None, typer.Option("--system", help="System message.")]
-ShowStats = Annotated[bool, typer.Option("--stats", help="Speed, cells and bytes, on stderr.")]
-ShowProfile = Annotated[
-    bool, typer.Option("--profile", help="Where the time went, on stderr; slows the run.")
-]
-
-Temperature = Annotated[
-    float,
-    typer.Option("--temperature", "-t", help="0: the best token.", rich_help_panel=_SAMPLING),
-]
-TopK = Annotated[int, typer.Option("--top-k", help="0: off.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float, typer.Option("--top-p", help="1: off.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[float, typer.Option("--min-p", help="0: off.", rich_help_panel=_SAMPLING)]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="1: off.", rich_help_panel=_SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option("--presence-penalty", help="0: off.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", help="0: off.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", help="Makes a run repeatable.", rich_help_panel=_SAMPLING)
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
+ShowStats = Annotated[
+    bool, typer.Option("--stats", help="Print speed, cells and memory to stderr.")
 ]
 
-NCtx = Annotated[
-    int | None,
-    typer.Option(
-        "--n-ctx", help="Cells; default: as trained, at most 4096.", rich_help_panel=_CACHE
-    ),
-]
-TypeK = Annotated[str, typer.Option("--type-k", help="Storage type of K.", rich_help_panel=_CACHE)]
-TypeV = Annotated[str, typer.Option("--type-v", help="Storage type of V.", rich_help_panel=_CACHE)]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", help="Default: all processors.", rich_help_panel=_CACHE),
-]
-NUbatch = Annotated[
-    int, typer.Option("--n-ubatch", help="Tokens computed at once.", rich_help_panel=_CACHE)
-]
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_computing = partial(typer.Option, rich_help_panel="Cache and computation")
 
 
-def _named(where: str | None) -> str | None:
-    """The place itself; an empty one, an unset variable perhaps, would be the current folder."""
-    if where == "":
-        raise OptionError("--prompt-cache is empty: name a folder or a URL")
-    return where
+def expand_groups(command: Command) -> Command:
+    """Return a command that has the fields of its dataclass parameters as options."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    return call
 
 
-PromptCacheAt = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-cache",
-        callback=_named,
-        metavar="DIR_OR_URL",
-        help="Restore what is stored there of the prompt, and store what is computed.",
-        rich_help_panel=_PROMPTS,
-    ),
-]
-CacheSalt = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-salt",
-        metavar="TEXT",
-        help="What is stored under another salt is not found.",
-        rich_help_panel=_PROMPTS,
-    ),
-]
-CacheBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-bytes",
-        metavar="SIZE",
-        help="What a folder may take (10G); what is unused for longest leaves.",
-        rich_help_panel=_PROMPTS,
-    ),
-]
-CacheTtl = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-ttl",
-        metavar="AGE",
-        help="How long a server keeps what nobody uses (for good).",
-        rich_help_panel=_PROMPTS,
-    ),
-]
+def _field_parameters(group: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What a context is made of."""
+class Sampling:
+    """How tokens are chosen."""
 
-    model: str
-    n_ctx: int | None
-    type_k: str
-    type_v: str
-    threads: int | None
-    n_ubatch: int
+    temperature: Annotated[
+        float, _sampling("--temperature", "-t", help="0: always take the most likely token.")
+    ] = 0.8
+    top_k: Annotated[int, _sampling("--top-k", help="Keep the k most likely tokens; 0: off.")] = 40
+    top_p: Annotated[
+        float,
+        _sampling(
+            "--top-p", help="Keep the most likely tokens up to this total probability; 1: off."
+        ),
+    ] = 0.95
+    min_p: Annotated[
+        float,
+        _sampling(
+            "--min-p", help="Drop tokens less likely than this fraction of the best; 0: off."
+        ),
+    ] = 0.05
+    repetition_penalty: Annotated[
+        float,
+        _sampling("--repetition-penalty", help="Divide the logits of tokens already seen; 1: off."),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        _sampling(
+            "--presence-penalty",
+            help="Subtract once from the logits of tokens already seen; 0: off.",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        _sampling("--frequency-penalty", help="Subtract for each time a token was seen; 0: off."),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        _sampling("--seed", help="Random seed; makes a run repeatable.", show_default="random"),
+    ] = None
+
+    def checked(self) -> SamplerOptions:
+        """Return the sampler's options.
+
+        Raises:
+            OptionError: a value outside its range.
+        """
+        from kvcellar.text.sampler import SamplerOptions
+
+        return SamplerOptions(**asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How the cache is made and what computes."""
+
+    n_ctx: Annotated[
+        int | None,
+        _computing(
+            "--n-ctx",
+            help="Size of the cache in cells, one a token.",
+            show_default="as trained, at most 4096",
+        ),
+    ] = None
+    type_k: Annotated[
+        str, _computing("--type-k", help="Storage type of K, such as f16, q8_0 or q4_0.")
+    ] = "f16"
+    type_v: Annotated[str, _computing("--type-v", help="Storage type of V, likewise.")] = "f16"
+    threads: Annotated[
+        int | None,
+        _computing("--threads", help="Number of compute threads.", show_default="all processors"),
+    ] = None
+    n_ubatch: Annotated[int, _computing("--n-ubatch", help="Prompt tokens computed at once.")] = 512
 
     @contextmanager
-    def open(self) -> Iterator[Context]:
-        """A context for one sequence; model and context are closed at the end."""
+    def open(self, model_name: str) -> Iterator[Context]:
+        """Yield a context for one sequence; close it and its model at the end."""
         from kvcellar.runtime.demo import find_model
         from kvcellar.runtime.model import Model
 
-        with Model.from_gguf(find_model(self.model), n_threads=self.threads) as model:
+        with Model.from_gguf(find_model(model_name), n_threads=self.threads) as model:
             yield model.context(
                 n_ctx=self.n_ctx,
                 n_seq_max=1,
@@ -148,24 +166,25 @@ class Setup:
             )
 
 
+_MOST_TOKENS = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """How prompts are read and answered.
+    """How prompts are answered.
 
     Attributes:
         max_tokens: of one answer; -1 is no limit.
         stop: texts that end an answer.
         sampling: how tokens are chosen.
-        n_ubatch: how many tokens of a prompt are computed at once.
 
     Raises:
-        OptionError: no such number of tokens.
+        OptionError: ``max_tokens`` is out of range.
     """
 
     max_tokens: int
     stop: list[str] | None
     sampling: SamplerOptions
-    n_ubatch: int
 
     def __post_init__(self) -> None:
         if not -1 <= self.max_tokens <= _MOST_TOKENS:
@@ -173,7 +192,7 @@ class Answering:
             raise OptionError(f"--max-tokens (-n) must be {allowed}, found {self.max_tokens}")
 
     def stream(self, sequence: Sequence) -> Iterator[str]:
-        """The answer to what a sequence holds.
+        """Generate what follows a sequence, piece by piece.
 
         Raises:
             CacheFull: no cell is left.
@@ -183,31 +202,3 @@ class Answering:
             yield from sequence.stream(limit, stop=self.stop or (), options=self.sampling)
         except CacheFull as error:
             raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error
-
-
-def sampling(
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    penalties: tuple[float, float, float],
-    seed: int | None,
-) -> SamplerOptions:
-    """How to sample; the penalties are those of repetition, presence and frequency.
-
-    Raises:
-        OptionError: a value outside its range.
-    """
-    from kvcellar.text.sampler import SamplerOptions
-
-    repetition, presence, frequency = penalties
-    return SamplerOptions(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        seed=seed,
-    )

@@ -1,14 +1,12 @@
-"""What a run took: speed, first token, cells and bytes.
-
-Where a run's time went: a table for prefill and one for decode, on stderr.
-"""
+"""What a run took: speed, cells and bytes; and with ``--profile`` where the time went."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING
 
-from kvcellar.cli.console import console_for, human_bytes, note, show
+from kvcellar.cli.console import columns_table, console_for, note, show
+from kvcellar.cli.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,27 +16,51 @@ if TYPE_CHECKING:
     from kvcellar.runtime.profile import Profile, StepTimes
 
 
+def print_stats(
+    context: Context, seconds_to_first: float | None, hit: CacheHit | None = None
+) -> None:
+    """Print everything about a run to stderr, a line each."""
+    times, spec = context.timings, context.spec
+    first = "none" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
+    used, size = map(human_bytes, _memory(context))
+    types = f"K {spec.type_k.label}, V {spec.type_v.label}"
+    rows = (
+        *(() if hit is None else (("prompt", str(hit)),)),
+        ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
+        ("decode", _rate(times.decode_tokens, times.decode_seconds)),
+        ("first token", first),
+        ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
+        ("cells", f"{context.cache.used} of {spec.size} used"),
+        ("memory", f"{used} of {size} ({types})"),
+    )
+    for name, value in rows:
+        note(f"{name:<12}{value}")
+
+
+def turn_stats(context: Context, n_reused: int, n_prompt: int) -> str:
+    """Return a turn of a conversation in one line."""
+    times = context.timings
+    return (
+        f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
+        f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
+        f" | {context.cache.used} of {context.spec.size} cells"
+    )
+
+
 def print_profile(profile: Profile) -> None:
-    """Print what was recorded; nothing for a kind of step that there was none of."""
+    """Print a table for prefill and one for decode to stderr, unless there was none of it."""
     console = console_for(sys.stderr)
     for name, times in (("prefill", profile.prefill), ("decode", profile.decode)):
         if times.n_steps:
-            show(console, "", _table(name, times))
+            show(console, "", _profile_table(name, times))
             note(_how_measured(times))
 
 
-def _table(name: str, times: StepTimes) -> Table:
-    from rich.table import Table
-
+def _profile_table(name: str, times: StepTimes) -> Table:
     ms = 1e3 / times.n_tokens
-    table = Table(
-        box=None,
-        title=f"{name}: {times.n_tokens} tokens, {times.seconds * ms:.3f} ms each",
-        title_justify="left",
-    )
-    table.add_column("part", no_wrap=True)
-    for head in ("nodes a graph", "ms a token", "share"):
-        table.add_column(head, justify="right", no_wrap=True)
+    title = f"{name}: {times.n_tokens} tokens, {times.seconds * ms:.3f} ms each"
+    heads = ("nodes a graph", "ms a token", "share")
+    table = columns_table(("part",), heads, no_wrap=True, box=None, title=title)
     for row in times.rows():
         nodes = f"{row.n_nodes:.0f}" if row.n_nodes else ""
         share = f"{row.seconds / times.seconds:.1%}"
@@ -50,38 +72,8 @@ def _how_measured(times: StepTimes) -> str:
     n_graphs = times.n_split + times.n_whole
     split = f"{times.n_split} of {n_graphs} graphs computed node by node; "
     if times.compared is None:
-        return split + "too few to tell what that costs, which is in the figures"
-    return split + f"that costs {times.node_cost * 1e6:.1f} µs a node, taken off"
-
-
-def print_stats(
-    context: Context, seconds_to_first: float | None, hit: CacheHit | None = None
-) -> None:
-    """Print everything about a run to stderr, a line each."""
-    times, spec = context.timings, context.spec
-    first = "none came" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
-    used, size = map(human_bytes, _memory(context))
-    rows = (
-        *(() if hit is None else (("prompt", str(hit)),)),
-        ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
-        ("decode", _rate(times.decode_tokens, times.decode_seconds)),
-        ("first token", first),
-        ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
-        ("cells", f"{context.cache.used} of {spec.size} used"),
-        ("memory", f"{used} of {size} ({_types(context)})"),
-    )
-    for name, value in rows:
-        note(f"{name:<12}{value}")
-
-
-def turn_stats(context: Context, n_reused: int, n_prompt: int) -> str:
-    """A turn of a conversation in one line."""
-    times = context.timings
-    return (
-        f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
-        f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
-        f" | {context.cache.used} of {context.spec.size} cells"
-    )
+        return split + "too few to measure what that costs, so the figures include it"
+    return split + f"its cost of {times.node_cost * 1e6:.1f} µs a node is subtracted"
 
 
 def _rate(n_tokens: int, seconds: float) -> str:
@@ -91,19 +83,13 @@ def _rate(n_tokens: int, seconds: float) -> str:
 
 
 def _memory(context: Context) -> tuple[int, int]:
-    """Bytes of K, V and states that are used, and that there are."""
-    from kvcellar.cache.hybrid import parts_of
-
+    """Return the bytes of K, V and states that are used, and those allocated."""
     states = context.memory_spec.states
     used, size = 0, 0 if states is None else states.n_bytes
-    for part in parts_of(context.cache):
+    for part in context.cache.parts:
         if part.spec.layers:
             used += part.used * part.spec.bytes_per_cell
             size += part.spec.n_bytes
         elif states is not None:
             used += part.used * states.row_bytes
     return used, size
-
-
-def _types(context: Context) -> str:
-    return f"K {context.spec.type_k.label}, V {context.spec.type_v.label}"

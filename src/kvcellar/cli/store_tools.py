@@ -1,10 +1,7 @@
-"""Stores as the commands open them: one that is there, shown without passwords, keys by prefix.
+"""Stores as the commands use them: opened, searched by key, checked and cleaned.
 
-Nothing but ``run``, ``chat`` and ``import`` makes a store; a mistyped path must not become one.
-
-Reading all that a store holds, to see whether it is what was put.
-
-Removing from a store what nobody needs, or what is too much.
+Only ``run``, ``chat`` and ``import`` create a store: a mistyped path must not become one. URLs are
+printed without their passwords.
 """
 
 from __future__ import annotations
@@ -17,28 +14,135 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcellar.cli.blocks import Forest
-from kvcellar.cli.console import human_age, human_bytes
+from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.errors import OptionError, SnapshotFileError, StoreError
 from kvcellar.prompts.blocks import check_block
 from kvcellar.prompts.misses import absent_of
 from kvcellar.snapshot.container import snapshot_from
+from kvcellar.stores import open_store
 from kvcellar.stores.base import WRITING_S
 from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.disk.index import is_store
+from kvcellar.stores.opening import folder_of
+from kvcellar.stores.redis import without_secrets
 
 if TYPE_CHECKING:
     from kvcellar.cli.blocks import Reason
     from kvcellar.stores.base import Buffer, Entry, Store
 
+# --- opening ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def existing(where: str, *, read_only: bool = False) -> Iterator[Store]:
+    """Yield a store that exists; close it at the end.
+
+    With ``read_only`` nothing changes there, not even the order of use; in a folder that order is
+    then unknown.
+
+    Raises:
+        StoreError: there is none, or it cannot be opened.
+        OptionError: no store can be at such a place.
+    """
+    if (folder := folder_of(where)) is None:
+        _refuse_memory(where)
+        options = {"read_only": True} if read_only else {}
+    else:
+        if not folder.exists():
+            raise StoreError(
+                f"{folder} does not exist: name the folder of a store; "
+                f"kvcellar run --prompt-cache creates one"
+            )
+        try:
+            found = is_store(folder)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be read: {error}") from error
+        if not found:
+            raise StoreError(f"{folder} is no store: name the folder that --prompt-cache was given")
+        options = {"read_only": read_only}
+    with closing(open_store(where, **options)) as store:
+        yield store
+
+
+def open_or_make(where: str, max_bytes: int | None = None, ttl_s: float | None = None) -> Store:
+    """Open a store that outlives this process; create its folder if there is none.
+
+    Raises:
+        OptionError: no store can be at such a place, or it has no such limit.
+        StoreError: it cannot be opened.
+    """
+    _refuse_memory(where)
+    if folder_of(where) is None:
+        if max_bytes is not None:
+            raise OptionError("--cache-bytes is for folders: a server has its own maxmemory")
+        return open_store(where, ttl_s=ttl_s)
+    if ttl_s is not None:
+        raise OptionError(
+            "--cache-ttl is for servers: in a folder, kvcellar cache gc --older-than removes "
+            "unused entries"
+        )
+    return open_store(where, max_bytes=max_bytes)
+
+
+def _refuse_memory(where: str) -> None:
+    if where.lower().startswith("memory:"):
+        raise OptionError("memory: is a store within one process: name a folder or a URL")
+
+
+def shown(where: str) -> str:
+    """Return the name of a store as it may be printed."""
+    folder = folder_of(where)
+    return without_secrets(where) if folder is None else str(folder)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+_MIN_PREFIX = 4
+_MOST_NAMED = 3
+
+
+def find(store: Store, prefix: str) -> Entry:
+    """Return the only entry whose key begins like that; a block before the mark of a missing one.
+
+    Raises:
+        OptionError: there is none, or several.
+    """
+    found = [entry for entry in store.entries() if entry.key.startswith(prefix)]
+    if exact := [entry for entry in found if entry.key == prefix]:
+        return exact[0]
+    # A mark has its block's key with a suffix, and the block may be there by now.
+    found = [entry for entry in found if absent_of(entry.note) is None] or found
+    if not found:
+        raise OptionError(f"key {prefix!r}: no such entry; kvcellar cache list shows the keys")
+    if len(found) > 1 or len(prefix) < _MIN_PREFIX:
+        named = ", ".join(entry.key[:16] for entry in found[:_MOST_NAMED])
+        raise OptionError(f"key {prefix!r} is too short: {len(found)} begin with it: {named}")
+    return found[0]
+
+
+def value_of(store: Store, key: str) -> Buffer:
+    """Return the value of an entry that was listed.
+
+    Raises:
+        SnapshotFileError: it is damaged, or gone by now.
+    """
+    if (value := store.get(key)) is None:
+        raise SnapshotFileError(f"{key} is damaged, or was removed just now")
+    return value
+
+
+# --- checking -----------------------------------------------------------------------------------
+
 
 @dataclass(slots=True)
 class Checked:
-    """What was found.
+    """The result of checking a store.
 
     Attributes:
-        n_entries: how many entries there are.
-        n_bytes: what their values take.
+        n_entries: number of entries.
+        n_bytes: the size of their values.
         faults: by key, what is wrong with a value.
-        n_strays: how many files belong to no entry; they do no harm.
+        n_strays: files that belong to no entry; they do no harm.
     """
 
     n_entries: int
@@ -60,7 +164,7 @@ def check_store(where: str) -> Checked:
         if isinstance(store, DiskStore):
             report = store.verify()
             found.faults |= dict.fromkeys(report.damaged, "damaged")
-            found.faults |= dict.fromkeys(report.missing, "its file is gone")
+            found.faults |= dict.fromkeys(report.missing, "its file is missing")
             found.n_strays = len(report.strays)
     with existing(where, read_only=True) as store:
         for entry in entries:
@@ -71,27 +175,25 @@ def check_store(where: str) -> Checked:
 
 def _fault(store: Store, entry: Entry) -> str:
     if (value := store.get(entry.key)) is None:
-        # What others removed meanwhile, or a server evicted, is absent and not damaged.
+        # A value that others removed meanwhile, or a server evicted, is absent and not damaged.
         return "damaged" if store.has(entry.key) else ""
     try:
-        _check(entry, value)
+        if absent_of(entry.note) is not None:
+            return ""
+        if "parent" in entry.note:
+            check_block(entry.key, entry.note, value)
+        else:
+            snapshot_from(value)
     except SnapshotFileError as error:
         return str(error)
     return ""
 
 
-def _check(entry: Entry, value: Buffer) -> None:
-    if absent_of(entry.note) is not None:
-        return
-    if "parent" in entry.note:
-        check_block(entry.key, entry.note, value)
-    else:
-        snapshot_from(value)
-
+# --- cleaning -----------------------------------------------------------------------------------
 
 _WHAT: dict[Reason, str] = {
-    "unreachable": "that lack a block before them",
-    "unused": "that nobody used for so long",
+    "unreachable": "with a missing block before them",
+    "unused": "not used for that long",
     "over budget": "to get within the size",
 }
 
@@ -99,20 +201,20 @@ _WHAT: dict[Reason, str] = {
 def clean_folder(
     where: str, max_bytes: int | None, max_age_s: float | None, *, dry_run: bool
 ) -> Iterator[str]:
-    """Remove what has to go; yields lines that say what went, and what is left.
+    """Remove unusable entries and those over the limits; yield lines that report it.
 
     Raises:
-        OptionError: it is a server and something was asked for that only the server does.
+        OptionError: it is a server, which has limits of its own.
         StoreError: there is no such store, or it cannot be changed.
     """
     with existing(where) as store:
         if not isinstance(store, DiskStore):
             if max_bytes is not None or max_age_s is not None:
                 raise OptionError(
-                    "gc --max-bytes, --older-than: a server bounds what it keeps itself: set its "
+                    "gc --max-bytes, --older-than: a server has limits of its own: set its "
                     "maxmemory with maxmemory-policy allkeys-lru, and a time to live"
                 )
-            yield "nothing to do: the server's maxmemory and the time to live bound what it keeps"
+            yield "nothing to do: the server's maxmemory and the time to live limit its size"
             return
         since = None if max_age_s is None else time.time() - max_age_s
         yield from _clean(store, max_bytes, since, dry_run=dry_run)
@@ -126,11 +228,11 @@ def _clean(
     n = len(report.strays) + len(report.missing)
     if n or report.bytes_freed:
         freed = human_bytes(report.bytes_freed)
-        yield f"{verb} {n} files and entries that lack each other, {freed}"
+        yield f"{verb} {n} files without an entry or entries without a file, {freed}"
     n_gone, n_bytes = Counter[str](), Counter[str]()
     forest = Forest(entry for entry in store.entries() if entry.key not in report.missing)
     n_lost = sum(not forest.is_reachable(block) for block in forest.blocks.values())
-    for block, reason in forest.leaving(max_bytes, since, time.time() - WRITING_S):
+    for block, reason in forest.removable(max_bytes, since, time.time() - WRITING_S):
         n_lost -= not forest.is_reachable(block)
         if dry_run or store.delete(block.key):
             n_gone[reason] += 1
@@ -139,126 +241,15 @@ def _clean(
         if n := n_gone[reason]:
             yield f"{verb} {n} entries {what}, {human_bytes(n_bytes[reason])}"
     if not n_gone:
-        yield "no entry has to go"
+        yield "no entries to remove"
     if n_lost:
         yield (
-            f"{n_lost} entries lack a block before them, which somebody may be storing right now: "
-            f"they stay until nobody used them for {human_age(WRITING_S)}"
+            f"{n_lost} entries have a missing block before them, which may be being stored right "
+            f"now: they are kept until unused for {human_age(WRITING_S)}"
         )
-    n_left = len(forest.blocks) - n_gone.total() if dry_run else _count(store)
-    left = sum(block.entry.n_bytes for block in forest.blocks.values()) - n_bytes.total()
-    yield f"{n_left} entries, {human_bytes(left if dry_run else store.bytes_used)} are left"
-
-
-def _count(store: Store) -> int:
-    return sum(1 for _ in store.entries())
-
-
-_MIN_PREFIX = 4
-_MOST_NAMED = 3
-
-
-@contextmanager
-def existing(where: str, *, read_only: bool = False) -> Iterator[Store]:
-    """A store that is there; closed at the end.
-
-    With ``read_only`` nothing changes there, not even the order of use; but the order of use is
-    not known either, where the store is a folder.
-
-    Raises:
-        StoreError: there is none, or it cannot be opened.
-        OptionError: no such store can be.
-    """
-    from kvcellar.stores import open_store
-    from kvcellar.stores.disk.index import is_store
-    from kvcellar.stores.opening import folder_of
-
-    if (folder := folder_of(where)) is None:
-        _refuse_memory(where)
-        options = {"read_only": True} if read_only else {}
+    if dry_run:
+        n_left = len(forest.blocks) - n_gone.total()
+        left = sum(block.entry.n_bytes for block in forest.blocks.values()) - n_bytes.total()
     else:
-        if not folder.exists():
-            raise StoreError(
-                f"{folder} does not exist: name the folder of a store; "
-                f"kvcellar run --prompt-cache makes one"
-            )
-        try:
-            found = is_store(folder)
-        except OSError as error:
-            raise StoreError(f"{folder} cannot be read: {error}") from error
-        if not found:
-            raise StoreError(f"{folder} is no store: name the folder that --prompt-cache was given")
-        options = {"read_only": read_only}
-    with closing(open_store(where, **options)) as store:
-        yield store
-
-
-def open_or_make(where: str, max_bytes: int | None = None, ttl_s: float | None = None) -> Store:
-    """A store that outlives this process, made if it is a folder that is not there.
-
-    Raises:
-        OptionError: no such store can be, or it bounds what it keeps in another way.
-        StoreError: it cannot be opened.
-    """
-    from kvcellar.stores import open_store
-    from kvcellar.stores.opening import folder_of
-
-    _refuse_memory(where)
-    if folder_of(where) is None:
-        if max_bytes is not None:
-            raise OptionError(
-                "--cache-bytes is for folders: a server's maxmemory bounds what it keeps"
-            )
-        return open_store(where, ttl_s=ttl_s)
-    if ttl_s is not None:
-        raise OptionError(
-            "--cache-ttl is for servers: in a folder, kvcellar cache gc --older-than removes "
-            "what nobody used for so long"
-        )
-    return open_store(where, max_bytes=max_bytes)
-
-
-def shown(where: str) -> str:
-    """The name of a store as it may be printed."""
-    from kvcellar.stores.opening import folder_of
-    from kvcellar.stores.redis import without_secrets
-
-    folder = folder_of(where)
-    return without_secrets(where) if folder is None else str(folder)
-
-
-def find(store: Store, prefix: str) -> Entry:
-    """The one entry whose key begins like that; the mark of a missing block, if no block's does.
-
-    Raises:
-        OptionError: there is none, or several.
-    """
-    from kvcellar.prompts.misses import absent_of
-
-    found = [entry for entry in store.entries() if entry.key.startswith(prefix)]
-    if exact := [entry for entry in found if entry.key == prefix]:
-        return exact[0]
-    # A mark has the key of its block with something behind it, and the block may be there by now.
-    found = [entry for entry in found if absent_of(entry.note) is None] or found
-    if not found:
-        raise OptionError(f"key {prefix!r}: nothing is stored under it; kvcellar cache list tells")
-    if len(found) > 1 or len(prefix) < _MIN_PREFIX:
-        named = ", ".join(entry.key[:16] for entry in found[:_MOST_NAMED])
-        raise OptionError(f"key {prefix!r} is too short: {len(found)} begin with it: {named}")
-    return found[0]
-
-
-def value_of(store: Store, key: str) -> Buffer:
-    """The value of an entry that was listed.
-
-    Raises:
-        SnapshotFileError: it is damaged, or gone by now.
-    """
-    if (value := store.get(key)) is None:
-        raise SnapshotFileError(f"{key} is damaged, or was removed just now")
-    return value
-
-
-def _refuse_memory(where: str) -> None:
-    if where.lower().startswith("memory:"):
-        raise OptionError("memory: is a store within one process: name a folder or a URL")
+        n_left, left = sum(1 for _ in store.entries()), store.bytes_used
+    yield f"{n_left} entries, {human_bytes(left)} are left"

@@ -1,4 +1,4 @@
-"""``kvcellar tour``: what a cache that one can see and fork is good for, in half a minute."""
+"""``kvcellar tour``: a demonstration of forks and rollback, with what each step costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvcellar.cli import options as o
 from kvcellar.cli.console import clean, console_for
 from kvcellar.errors import CacheFull, OptionError
 from kvcellar.runtime.demo import DEMO_NAME
@@ -15,45 +16,46 @@ from kvcellar.runtime.demo import DEMO_NAME
 N_CELLS = 256
 PROMPT = "Deep in the cellar, behind the oldest barrel,"
 
-ModelName = Annotated[
-    str, typer.Argument(metavar="[MODEL]", help="A GGUF file; the demo model if absent.")
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=o.MODEL_HELP)]
+Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
+Fast = Annotated[bool, typer.Option("--fast", help="Skip the pauses.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", help="Number of compute threads.", show_default="idle processors"),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", help="What to continue.")]
-Hurried = Annotated[bool, typer.Option("--fast", help="Do not wait for anybody to read.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="Default: the idle processors.")]
 
 
 def tour(
     model: ModelName = DEMO_NAME,
     prompt: Prompt = PROMPT,
-    fast: Hurried = False,
+    fast: Fast = False,
     threads: Threads = None,
 ) -> None:
-    """A demonstration: an answer, three forks of it, a step back, and what each of them cost."""
-    from kvcellar.cli.tour_steps import Stage, Tour
+    """Show an answer, three forks of it and a rollback, and what each step costs."""
+    from kvcellar.cli.tour_steps import LiveView, Tour
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
 
     if not prompt:
-        raise OptionError("--prompt is empty: give the model something to go on with")
-    stage = Stage(console_for(sys.stdout), hurried=fast)
+        raise OptionError("--prompt is empty: give the model a text to continue")
+    screen = LiveView(console_for(sys.stdout), fast=fast)
     n_threads = idle_processors() if threads is None else threads
     with Model.from_gguf(find_model(model), n_threads=n_threads) as loaded:
         context = loaded.context(n_ctx=N_CELLS, n_seq_max=4)
         try:
-            Tour(context, stage, clean(prompt)).run()
+            Tour(context, screen, clean(prompt)).run()
         except CacheFull as error:
             raise CacheFull(error.needed, error.free, "use a shorter --prompt") from error
         except KeyboardInterrupt:
-            stage.say("")
+            screen.say("")
             raise
 
 
 def idle_processors() -> int:
-    """The processors that nobody else uses, at least one.
+    """Return the number of idle processors, at least one.
 
     Threads that compute a graph wait for each other after every operation: with more of them than
-    free processors a token takes a hundred times as long, and the tour is to end within a minute.
+    idle processors a token takes a hundred times as long, and the tour should end within a minute.
     """
     from kvcellar.backends.ggml.backend import default_threads
 

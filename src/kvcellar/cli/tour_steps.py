@@ -1,21 +1,14 @@
-"""The steps of ``kvcellar tour``: read, answer, fork, go on, roll back, go on differently.
+"""The tour: read a prompt, answer, fork, continue, roll back, continue differently.
 
-The tour as a program; a test runs it.
+A map shows a small cache, a character a cell: the letter of the only sequence that owns it, ``a``
+for sequence 0; the number of owners of a shared cell; a dot for a free one. Colours repeat that, so
+nothing is lost without them.
 
-The cells of a small cache, a letter each: who owns which.
+Costs are measured from outside and not taken from counters: all K and V rows are read before and
+after a step, and a row that differs was written.
 
-A cell of one sequence shows its letter, ``a`` for sequence 0; a shared cell the number of its
-owners; a free cell a dot. Colours say the same once more, so that nothing is lost without them.
-
-What each step of the tour cost, measured from outside.
-
-Bytes are not taken from any counter: all K and V rows are read before and after a step, and a row
-that differs was written.
-
-Where the tour is shown: frames that follow each other in a terminal, the last one elsewhere.
-
-In a terminal a frame stays for a moment, so that one can see what happens; a computation that
-takes as long by itself is not held up. Elsewhere nothing waits.
+In a terminal each frame replaces the one before and stays for a moment; elsewhere only the last
+frame of a step is printed, and nothing waits.
 """
 
 from __future__ import annotations
@@ -27,25 +20,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cli.console import harmless, human_bytes, show
+from kvcellar.cli.console import columns_table, harmless, show
+from kvcellar.cli.units import human_bytes
 from kvcellar.types import ByteArray
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+    from kvcellar.backends.base import Part
     from kvcellar.cache.view import CacheView
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence
+
+T = TypeVar("T")
+ShowFrame: TypeAlias = Callable[[RenderableType], None]
 
 TEN_LINES = """\
 import kvcellar as kv
@@ -57,182 +54,195 @@ print(a.generate(40))
 b, c, d = a.fork(), a.fork(), a.fork()    # every cell is shared, no byte copied
 print(b.generate(36), d.generate(36, temperature=1.1, seed=4), sep="\\n")
 print(c.generate(36, temperature=0.7, seed=2))
-c.trim(24).append(" -- no. One night,")   # back 24 tokens, then on differently
+c.trim(24).append(" -- no. One night,")   # roll back 24, continue differently
 print(c.generate(32), ctx.cache.view(), sep="\\n")    # who owns which cell
 """
+"""The tour as a program; a test runs it."""
+
+N_ANSWER, N_BRANCH, N_AGAIN = 40, 36, 32
+N_KEPT = 12  # tokens that the fork keeps which is rolled back
+TURN = " -- no. One night,"
+WAYS = (("greedy", 0.0, 0), ("cautious", 0.7, 2), ("daring", 1.1, 4))
+"""Name, temperature and seed of each fork."""
+PATIENCE = 10.0
+"""Seconds of generation in a step, so that the tour ends within a minute on any machine."""
 
 
-_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-_SHARED, _FREE = "bold black on white", "dim"
-_INDENT = 5
+class Tour:
+    """The demonstration.
 
+    Args:
+        context: an empty context for four sequences.
+        screen: where to show it.
+        prompt: the text that the model continues.
+    """
 
-def letter(seq_id: int) -> str:
-    """The letter of a sequence."""
-    return chr(ord("a") + seq_id % 26)
+    def __init__(self, context: Context, screen: LiveView, prompt: str) -> None:
+        self._context = context
+        self._screen = screen
+        self._prompt = prompt
+        self._costs = Costs(context)
+        self._trunk = context.sequence()
+        self._branches: list[Sequence] = []
+        self._texts: dict[int, Text] = {}
+        self._names = {self._trunk.seq_id: "the answer"}
 
+    def run(self) -> None:
+        """Show every step, then a table of costs and the same in Python."""
+        self._introduce()
+        self._answer()
+        self._fork()
+        self._continue()
+        self._roll_back()
+        self._continue_differently()
+        self._sum_up()
 
-def colour(seq_id: int) -> str:
-    """The colour of a sequence."""
-    return _COLOURS[seq_id % len(_COLOURS)]
+    # -- the steps
 
-
-def badge(seq_id: int) -> Text:
-    """The letter of a sequence as its cells show it."""
-    return Text.assemble((letter(seq_id), _style((seq_id,))))
-
-
-def cell_map(view: CacheView, width: int) -> Text:
-    """A row of cells a line, each line begun with the number of its first cell."""
-    per_row = next((n for n in (64, 32) if n + _INDENT <= width), 16)
-    text = Text()
-    for cell, owners in enumerate(view.sequences):
-        if cell % per_row == 0:
-            text.append("\n" if cell else "").append(f"{cell:>{_INDENT - 1}} ", "dim")
-        text.append(_glyph(owners), _style(owners))
-    return text
-
-
-def legend(view: CacheView, names: Mapping[int, str]) -> Text:
-    """What the letters of a map mean: sequences by name, shared and free cells."""
-    text = Text(" " * _INDENT)
-    for seq_id, name in names.items():
-        text.append_text(badge(seq_id)).append(f" {name}   ")
-    for n in sorted({len(owners) for owners in view.sequences if len(owners) > 1}):
-        text.append(str(n), _SHARED).append(f" shared by {n}   ")
-    return text.append(".", _FREE).append(" free")
-
-
-def _glyph(owners: tuple[int, ...]) -> str:
-    if not owners:
-        return "."
-    return letter(owners[0]) if len(owners) == 1 else str(min(len(owners), 9))
-
-
-def _style(owners: tuple[int, ...]) -> str:
-    if not owners:
-        return _FREE
-    return f"black on {colour(owners[0])}" if len(owners) == 1 else _SHARED
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeVar
-
-    from kvcellar.backends.base import Part
-    from kvcellar.runtime.context import Context
-
-    T = TypeVar("T")
-
-
-PARTS: tuple[Part, ...] = ("k", "v")
-
-
-@dataclass(slots=True)
-class Cost:
-    """What a step took. ``cells`` is how many more are used, negative where some became free."""
-
-    name: str
-    n_tokens: int = 0
-    seconds: float = 0.0
-    cells: int = 0
-    bytes_written: int = 0
-
-    def timed(self, action: Callable[[], T]) -> T:
-        """Do something and count its time."""
-        start = perf_counter()
-        try:
-            return action()
-        finally:
-            self.seconds += perf_counter() - start
-
-    @property
-    def ms(self) -> str:
-        """Milliseconds, as many digits as mean something."""
-        ms = self.seconds * 1e3
-        return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.ms} ms, {self.n_tokens} tokens computed, {self.cells:+d} cells, "
-            f"{human_bytes(self.bytes_written)} of K and V written"
+    def _introduce(self) -> None:
+        context = self._context
+        spec, n_layers = context.spec, len(context.model.spec.layers)
+        self._screen.say(
+            Text.assemble(
+                ("kvcellar tour", "bold"),
+                f": {context.model.path.name}, {n_layers} layers; a cache of {spec.size} "
+                f"cells, {human_bytes(spec.bytes_per_cell)} of K and V each ({spec.type_k.label}).",
+            )
         )
 
+    def _answer(self) -> None:
+        with self._screen.step("1 of 5  The model continues a prompt") as show:
+            seq = self._trunk
+            self._texts[seq.seq_id] = Text.assemble((harmless(self._prompt), "bold"))
+            with self._costs.measure("read the prompt") as cost:
+                cost.timed(lambda: seq.append(self._prompt))
+                show(self._frame())
+            with self._costs.measure("answer") as cost:
+                self._stream({seq: seq.stream(N_ANSWER)}, cost, show)
+        self._report(cost)
 
-class Ledger:
-    """The costs of all steps over one context."""
+    def _fork(self) -> None:
+        with self._screen.step("2 of 5  The answer is forked three times") as show:
+            with self._costs.measure("fork three ways") as cost:
+                self._branches = cost.timed(lambda: [self._trunk.fork() for _ in WAYS])
+            ids = [branch.seq_id for branch in self._branches]
+            self._names |= dict(zip(ids, [name for name, _, _ in WAYS], strict=True))
+            show(self._frame())
+        one = human_bytes(len(self._trunk) * self._context.spec.bytes_per_cell)
+        self._report(cost, f"Four sequences share their cells; three copies would take 3 x {one}.")
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.costs: list[Cost] = []
+    def _continue(self) -> None:
+        self._texts = {branch.seq_id: Text.assemble(("... ", "dim")) for branch in self._branches}
+        with (
+            self._screen.step("3 of 5  The forks continue, each in its own way") as show,
+            self._costs.measure("continue three ways") as cost,
+        ):
+            streams = {
+                branch: branch.stream(N_BRANCH, temperature=temperature, seed=seed)
+                for branch, (_, temperature, seed) in zip(self._branches, WAYS, strict=True)
+            }
+            self._stream(streams, cost, show)
+        self._report(
+            cost,
+            "Each new token takes one cell; the cells from before stay shared. Greedy",
+            "takes the best token, cautious samples at temperature 0.7, daring at 1.1.",
+        )
 
-    @contextmanager
-    def entry(self, name: str) -> Iterator[Cost]:
-        """Measure what happens inside; the time only of what ``Cost.timed`` is given."""
-        cost, times, cache = Cost(name), self._context.timings, self._context.cache
-        tokens, used, rows = times.prefill_tokens + times.decode_tokens, cache.used, self._rows()
-        yield cost
-        cost.n_tokens = times.prefill_tokens + times.decode_tokens - tokens
-        cost.cells = cache.used - used
-        cost.bytes_written = sum(map(_bytes_changed, rows, self._rows()))
-        self.costs.append(cost)
+    def _roll_back(self) -> None:
+        branch = self._branches[1]
+        n_back = max(0, len(branch) - len(self._trunk) - N_KEPT)
+        with self._screen.step(f"4 of 5  Fork c is rolled back by {n_back} tokens") as show:
+            with self._costs.measure("roll back") as cost:
+                cost.timed(lambda: branch.trim(n_back))
+            self._texts = {branch.seq_id: Text.assemble(("... ", "dim"))}
+            self._write(branch, branch.text[len(self._trunk.text) :])
+            show(self._frame())
+        self._report(cost, "The cells are free for new tokens; shared ones stay as they are.")
 
-    def table(self) -> Table:
-        """All steps, a row each."""
-        from rich import box
+    def _continue_differently(self) -> None:
+        branch = self._branches[1]
+        with (
+            self._screen.step("5 of 5  Fork c continues differently, in the freed cells") as show,
+            self._costs.measure("continue differently") as cost,
+        ):
+            cost.timed(lambda: branch.append(TURN))
+            self._write(branch, TURN, "bold")
+            self._stream({branch: branch.stream(N_AGAIN)}, cost, show)
+        self._report(cost)
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("step")
-        for head in ("tokens", "ms", "ms a token", "cells", "K/V written"):
-            table.add_column(head, justify="right")
-        for cost in self.costs:
-            each = f"{cost.seconds * 1e3 / cost.n_tokens:.1f}" if cost.n_tokens else "-"
-            table.add_row(
-                cost.name,
-                str(cost.n_tokens),
-                cost.ms,
-                each,
-                f"{cost.cells:+d}" if cost.cells else "0",
-                human_bytes(cost.bytes_written),
-            )
-        return table
+    def _sum_up(self) -> None:
+        self._screen.heading("What it cost")
+        self._screen.say(self._costs.table())
+        self._screen.heading("The same in Python")
+        self._screen.say_code(TEN_LINES.rstrip())
 
-    def _rows(self) -> list[ByteArray]:
-        rows = []
-        for cache in parts_of(self._context.cache):
-            if isinstance(cache, AttentionCache):
-                cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
-                rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
-        return rows
+    # -- their parts
+
+    def _stream(self, streams: dict[Sequence, Iterator[str]], cost: Cost, show: ShowFrame) -> None:
+        """Take a piece of each stream in turn until all have ended or time is up."""
+        running = list(streams.items())
+        while running and cost.seconds < PATIENCE:
+            sequence, stream = running.pop(0)
+            piece = cost.timed(partial(next, stream, None))
+            if piece is not None:
+                running.append((sequence, stream))
+                self._write(sequence, piece)
+                show(self._frame())
+        for sequence in streams:
+            cost.timed(partial(getattr, sequence, "logits"))  # gives the last token its cell
+        show(self._frame())
+
+    def _write(self, sequence: Sequence, piece: str, style: str = "") -> None:
+        """Append to the text that is shown, with blanks in place of line breaks."""
+        text = self._texts[sequence.seq_id]
+        piece = harmless(re.sub(r"\s+", " ", piece))
+        text.append(piece.lstrip() if text.plain.endswith(" ") else piece, style)
+
+    def _frame(self) -> RenderableType:
+        """Return the texts, the map of cells, and how many are used."""
+        view, width = self._context.cache.view(), self._screen.width
+        texts = [line for seq_id in self._texts for line in self._paragraph(seq_id)]
+        total = human_bytes(view.used_cells * self._context.spec.bytes_per_cell)
+        counts = (
+            f"     {view.token_count} tokens cached in {view.used_cells} of {view.n_cells} cells, "
+            f"{total} of K and V"
+        )
+        return Group(*texts, "", cell_map(view, width), legend(view, self._names), Text(counts))
+
+    def _paragraph(self, seq_id: int) -> Iterator[Text]:
+        """Yield a sequence's text in lines, the first with its letter."""
+        text = self._texts[seq_id]
+        lines = text.wrap(self._screen.console, self._screen.width - 4)
+        for i, line in enumerate(lines):
+            line.rstrip()
+            yield (badge(seq_id).append("  ") if i == 0 else Text("   ")).append_text(line)
+
+    def _report(self, cost: Cost, *remarks: str) -> None:
+        for line in (str(cost), *remarks):
+            self._screen.say(Padding(Text(line, "italic"), (0, 0, 0, 5), expand=False))
+        self._screen.pause()
 
 
-def _bytes_changed(before: ByteArray, after: ByteArray) -> int:
-    row_bytes: int = before.shape[1]
-    return row_bytes * int(np.count_nonzero((before != after).any(axis=1)))
-
-
-ShowFrame: TypeAlias = "Callable[[RenderableType], None]"
-
-_FRAME, _PAUSE = 0.05, 1.5  # seconds that a frame stays, and the end of a step
+_FRAME, _PAUSE = 0.05, 1.5  # seconds that a frame and the end of a step stay
 _MAX_WIDTH = 100
 
 
-class Stage:
-    """A console with a sense of time.
+class LiveView:
+    """A console that shows frames at a pace that can be followed.
 
     Args:
         console: where to show.
-        hurried: never wait.
+        fast: never wait.
     """
 
-    def __init__(self, console: Console, *, hurried: bool) -> None:
+    def __init__(self, console: Console, *, fast: bool) -> None:
         self.console = console
         self.width = min(console.width, _MAX_WIDTH)
-        self._waits = console.is_terminal and not hurried
+        self._waits = console.is_terminal and not fast
 
     @contextmanager
     def step(self, title: str) -> Iterator[ShowFrame]:
-        """A step of the tour; gives the function that shows a frame in place of the one before."""
+        """Begin a step; yield the function that shows a frame in place of the one before."""
         self.heading(title)
         if self.console.is_terminal:
             with self._moving() as show_frame:
@@ -242,17 +252,17 @@ class Stage:
                 yield show_frame
 
     def heading(self, title: str) -> None:
-        """Print a title with a line behind it."""
+        """Print a title, ruled to the right."""
         line = "-" if self.console.options.ascii_only else "─"
         rest = max(3, self.width - len(title) - 4)
         self.console.print(Text(f"\n{line * 2} {title} ", "bold").append(line * rest, "dim"))
 
     def say(self, text: RenderableType) -> None:
-        """Print below what was shown."""
+        """Print below the last frame."""
         show(self.console, text)
 
     def say_code(self, code: str) -> None:
-        """Print Python, in colours if there are any."""
+        """Print Python, in colours where there are any."""
         if not self.console.is_terminal:
             self.say(Text(code))
             return
@@ -261,7 +271,7 @@ class Stage:
         self.say(Syntax(code, "python", theme="ansi_dark", background_color="default"))
 
     def pause(self) -> None:
-        """Leave time to look at the end of a step."""
+        """Wait at the end of a step."""
         if self._waits:
             time.sleep(_PAUSE)
 
@@ -288,168 +298,136 @@ class Stage:
         show(self.console, *frames)
 
 
-N_ANSWER, N_BRANCH, N_AGAIN = 40, 36, 32
-N_KEPT = 12  # of the fork that goes back
-TURN = " -- no. One night,"
-WAYS = (("greedy", 0.0, 0), ("cautious", 0.7, 2), ("daring", 1.1, 4))
-"""Name, temperature and seed of each fork."""
-PATIENCE = 10.0
-"""Seconds after which a text is cut, so that the tour ends within a minute on any machine."""
+PARTS: tuple[Part, ...] = ("k", "v")
 
 
-class Tour:
-    """The demonstration.
+@dataclass(slots=True)
+class Cost:
+    """The cost of a step; ``cells`` is the change of used cells, negative where some were freed."""
 
-    Args:
-        context: an empty one for four sequences.
-        stage: where to show it.
-        prompt: what the model continues.
-    """
+    name: str
+    n_tokens: int = 0
+    seconds: float = 0.0
+    cells: int = 0
+    bytes_written: int = 0
 
-    def __init__(self, context: Context, stage: Stage, prompt: str) -> None:
+    def timed(self, action: Callable[[], T]) -> T:
+        """Call the action and add its time."""
+        start = perf_counter()
+        try:
+            return action()
+        finally:
+            self.seconds += perf_counter() - start
+
+    @property
+    def ms(self) -> str:
+        """Milliseconds with as many digits as are significant."""
+        ms = self.seconds * 1e3
+        return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms} ms, {self.n_tokens} tokens computed, {self.cells:+d} cells, "
+            f"{human_bytes(self.bytes_written)} of K and V written"
+        )
+
+
+class Costs:
+    """The costs of the steps on one context."""
+
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._stage = stage
-        self._prompt = prompt
-        self._ledger = Ledger(context)
-        self._trunk = context.sequence()
-        self._branches: list[Sequence] = []
-        self._texts: dict[int, Text] = {}
-        self._names = {self._trunk.seq_id: "the answer"}
+        self.steps: list[Cost] = []
 
-    def run(self) -> None:
-        """Show everything, then what it cost and how it is written in Python."""
-        self._introduce()
-        self._answer()
-        self._fork()
-        self._go_on()
-        self._roll_back()
-        self._go_on_differently()
-        self._sum_up()
+    @contextmanager
+    def measure(self, name: str) -> Iterator[Cost]:
+        """Measure the block; its time is that of the calls through ``Cost.timed``."""
+        cost, times, cache = Cost(name), self._context.timings, self._context.cache
+        tokens, used, rows = times.prefill_tokens + times.decode_tokens, cache.used, self._rows()
+        yield cost
+        cost.n_tokens = times.prefill_tokens + times.decode_tokens - tokens
+        cost.cells = cache.used - used
+        cost.bytes_written = sum(map(_bytes_changed, rows, self._rows()))
+        self.steps.append(cost)
 
-    # -- the steps
-
-    def _introduce(self) -> None:
-        context = self._context
-        spec, n_layers = context.spec, len(context.model.spec.layers)
-        self._stage.say(
-            Text.assemble(
-                ("kvcellar tour", "bold"),
-                f": {context.model.path.name}, {n_layers} layers; a cache of {spec.size} "
-                f"cells, {human_bytes(spec.bytes_per_cell)} of K and V each ({spec.type_k.label}).",
+    def table(self) -> Table:
+        """Return a table with a row for each step."""
+        heads = ("tokens", "ms", "ms a token", "cells", "K/V written")
+        table = columns_table(("step",), heads, pad_edge=False)
+        for cost in self.steps:
+            each = f"{cost.seconds * 1e3 / cost.n_tokens:.1f}" if cost.n_tokens else "-"
+            table.add_row(
+                cost.name,
+                str(cost.n_tokens),
+                cost.ms,
+                each,
+                f"{cost.cells:+d}" if cost.cells else "0",
+                human_bytes(cost.bytes_written),
             )
-        )
+        return table
 
-    def _answer(self) -> None:
-        with self._stage.step("1 of 5  The model goes on with a prompt") as show:
-            seq = self._trunk
-            self._texts[seq.seq_id] = Text.assemble((harmless(self._prompt), "bold"))
-            with self._ledger.entry("read the prompt") as cost:
-                cost.timed(lambda: seq.append(self._prompt))
-                show(self._frame())
-            with self._ledger.entry("answer") as cost:
-                self._stream({seq: seq.stream(N_ANSWER)}, cost, show)
-        self._report(cost)
+    def _rows(self) -> list[ByteArray]:
+        rows = []
+        for cache in self._context.cache.parts:
+            if isinstance(cache, AttentionCache):  # only these have K and V rows
+                cells, layers = np.arange(cache.spec.size), range(len(cache.spec.layers))
+                rows += [cache.store.read_raw(i, part, cells) for i in layers for part in PARTS]
+        return rows
 
-    def _fork(self) -> None:
-        with self._stage.step("2 of 5  The answer is forked three times") as show:
-            with self._ledger.entry("fork three ways") as cost:
-                self._branches = cost.timed(lambda: [self._trunk.fork() for _ in WAYS])
-            ids = [branch.seq_id for branch in self._branches]
-            self._names |= dict(zip(ids, [name for name, _, _ in WAYS], strict=True))
-            show(self._frame())
-        one = human_bytes(len(self._trunk) * self._context.spec.bytes_per_cell)
-        self._report(cost, f"Four sequences, one set of cells; three copies would take 3 x {one}.")
 
-    def _go_on(self) -> None:
-        self._texts = {branch.seq_id: Text.assemble(("... ", "dim")) for branch in self._branches}
-        with (
-            self._stage.step("3 of 5  The forks go on, each in its own way") as show,
-            self._ledger.entry("three ways on") as cost,
-        ):
-            streams = {
-                branch: branch.stream(N_BRANCH, temperature=temperature, seed=seed)
-                for branch, (_, temperature, seed) in zip(self._branches, WAYS, strict=True)
-            }
-            self._stream(streams, cost, show)
-        self._report(
-            cost,
-            "A new token takes one cell; what was there before stays shared. Greedy",
-            "takes the best token, cautious samples at temperature 0.7, daring at 1.1.",
-        )
+def _bytes_changed(before: ByteArray, after: ByteArray) -> int:
+    row_bytes: int = before.shape[1]
+    return row_bytes * int(np.count_nonzero((before != after).any(axis=1)))
 
-    def _roll_back(self) -> None:
-        branch = self._branches[1]
-        n_back = max(0, len(branch) - len(self._trunk) - N_KEPT)
-        with self._stage.step(f"4 of 5  Fork c goes back {n_back} tokens") as show:
-            with self._ledger.entry("roll back") as cost:
-                cost.timed(lambda: branch.trim(n_back))
-            self._texts = {branch.seq_id: Text.assemble(("... ", "dim"))}
-            self._write(branch, branch.text[len(self._trunk.text) :])
-            show(self._frame())
-        self._report(
-            cost,
-            "The cells are free for whoever comes next; shared ones stay as they are.",
-        )
 
-    def _go_on_differently(self) -> None:
-        branch = self._branches[1]
-        with (
-            self._stage.step("5 of 5  Fork c goes on differently, in the freed cells") as show,
-            self._ledger.entry("go on differently") as cost,
-        ):
-            cost.timed(lambda: branch.append(TURN))
-            self._write(branch, TURN, "bold")
-            self._stream({branch: branch.stream(N_AGAIN)}, cost, show)
-        self._report(cost)
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_SHARED, _FREE = "bold black on white", "dim"
+_INDENT = 5
 
-    def _sum_up(self) -> None:
-        self._stage.heading("What it cost")
-        self._stage.say(self._ledger.table())
-        self._stage.heading("The same in Python")
-        self._stage.say_code(TEN_LINES.rstrip())
 
-    # -- what they are made of
+def letter(seq_id: int) -> str:
+    """Return the letter of a sequence."""
+    return chr(ord("a") + seq_id % 26)
 
-    def _stream(self, streams: dict[Sequence, Iterator[str]], cost: Cost, show: ShowFrame) -> None:
-        """Take a piece of each stream in turn until all have ended, or time is up."""
-        running = list(streams.items())
-        while running and cost.seconds < PATIENCE:
-            sequence, stream = running.pop(0)
-            piece = cost.timed(partial(next, stream, None))
-            if piece is not None:
-                running.append((sequence, stream))
-                self._write(sequence, piece)
-                show(self._frame())
-        for sequence in streams:
-            cost.timed(partial(getattr, sequence, "logits"))  # gives the last token its cell
-        show(self._frame())
 
-    def _write(self, sequence: Sequence, piece: str, style: str = "") -> None:
-        """Add to the text that is shown, in which paragraphs run on."""
-        text = self._texts[sequence.seq_id]
-        piece = harmless(re.sub(r"\s+", " ", piece))
-        text.append(piece.lstrip() if text.plain.endswith(" ") else piece, style)
+def colour(seq_id: int) -> str:
+    """Return the colour of a sequence."""
+    return _COLOURS[seq_id % len(_COLOURS)]
 
-    def _frame(self) -> RenderableType:
-        """The texts, the cells, and how many there are."""
-        view, width = self._context.cache.view(), self._stage.width
-        texts = [line for seq_id in self._texts for line in self._paragraph(seq_id)]
-        total = human_bytes(view.used_cells * self._context.spec.bytes_per_cell)
-        counts = (
-            f"     {view.token_count} tokens held in {view.used_cells} of {view.n_cells} cells, "
-            f"{total} of K and V"
-        )
-        return Group(*texts, "", cell_map(view, width), legend(view, self._names), Text(counts))
 
-    def _paragraph(self, seq_id: int) -> Iterator[Text]:
-        """A sequence's text in lines, the first begun with its letter."""
-        text = self._texts[seq_id]
-        lines = text.wrap(self._stage.console, self._stage.width - 4)
-        for i, line in enumerate(lines):
-            line.rstrip()
-            yield (badge(seq_id).append("  ") if i == 0 else Text("   ")).append_text(line)
+def badge(seq_id: int) -> Text:
+    """Return the letter of a sequence in its cells' style."""
+    return Text.assemble((letter(seq_id), _style((seq_id,))))
 
-    def _report(self, cost: Cost, *remarks: str) -> None:
-        for line in (str(cost), *remarks):
-            self._stage.say(Padding(Text(line, "italic"), (0, 0, 0, 5), expand=False))
-        self._stage.pause()
+
+def cell_map(view: CacheView, width: int) -> Text:
+    """Return the map: lines of cells, each after the number of its first cell."""
+    per_row = next((n for n in (64, 32) if n + _INDENT <= width), 16)
+    text = Text()
+    for cell, owners in enumerate(view.sequences):
+        if cell % per_row == 0:
+            text.append("\n" if cell else "").append(f"{cell:>{_INDENT - 1}} ", "dim")
+        text.append(_glyph(owners), _style(owners))
+    return text
+
+
+def legend(view: CacheView, names: Mapping[int, str]) -> Text:
+    """Return the meaning of a map's characters: sequences by name, shared and free cells."""
+    text = Text(" " * _INDENT)
+    for seq_id, name in names.items():
+        text.append_text(badge(seq_id)).append(f" {name}   ")
+    for n in sorted({len(owners) for owners in view.sequences if len(owners) > 1}):
+        text.append(str(n), _SHARED).append(f" shared by {n}   ")
+    return text.append(".", _FREE).append(" free")
+
+
+def _glyph(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return "."
+    return letter(owners[0]) if len(owners) == 1 else str(min(len(owners), 9))
+
+
+def _style(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return _FREE
+    return f"black on {colour(owners[0])}" if len(owners) == 1 else _SHARED

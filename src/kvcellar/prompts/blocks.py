@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import SequenceData, join
+from kvcellar.cache.content import SequenceData, join, n_kept
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.eviction import n_kept
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import BlockRef
@@ -202,5 +198,5 @@ def clean_tokens(sequence: Text) -> list[int]:
 
 def _windows(cache: Cache) -> list[int]:
     """Of each group of K and V how many tokens it keeps; 0: all."""
-    parts = [part for part in parts_of(cache) if isinstance(part, AttentionCache)]
-    return [part.spec.window if isinstance(part, SlidingCache) else 0 for part in parts]
+    groups = [part for part in cache.parts if not part.has_states]
+    return [0 if group.keeps_every_token else group.spec.window for group in groups]

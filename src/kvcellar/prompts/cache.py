@@ -33,8 +33,6 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.transfer import is_plain
 from kvcellar.errors import (
     BatchError,
     LibraryError,
@@ -243,7 +241,7 @@ class PromptCache:
             sequence.compute_pending()
             text = self._known(sequence, [])
             n = len(text.keys)
-            if not is_plain(sequence.context.cache):
+            if not sequence.context.cache.keeps_every_token:
                 n = self._take_all(sequence, text, taken)
             self._put_all(text, n, self._taker(sequence, text, taken))
             taken.check()
@@ -304,7 +302,7 @@ class PromptCache:
         self, sequence: Sequence, rest: list[int], text: Blocks, taken: Spool, most: int
     ) -> Iterator[int]:
         """Compute tokens, tell of each piece; take out blocks of states and windows as they end."""
-        size, plain = self.block_size, is_plain(sequence.context.cache)
+        size, plain = self.block_size, sequence.context.cache.keeps_every_token
         while True:
             n = most if plain else size - len(sequence) % size
             sequence.append(piece := rest[:n])
@@ -322,7 +320,7 @@ class PromptCache:
                 try:
                     taken.add(i, text.take(sequence, i))
                 except NotSupported:
-                    states = has_states(sequence.context.cache)
+                    states = sequence.context.cache.has_states
                     mark(self._store, text.block(i), "no checkpoint" if states else "window slid")
                     return i
         return len(text.keys)
@@ -331,7 +329,7 @@ class PromptCache:
         self, sequence: Sequence, text: Blocks, taken: Spool
     ) -> Callable[[int], bytes | None]:
         """What gives a block to be stored: the cache where it can at any time."""
-        if is_plain(sequence.context.cache):
+        if sequence.context.cache.keeps_every_token:
             return lambda i: text.take(sequence, i)
         return taken.get
 

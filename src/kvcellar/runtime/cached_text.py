@@ -1,9 +1,8 @@
 """A sequence's text as the cache holds it, and the edits of it that move positions.
 
 Tokens are counted from the start of the text and turned into positions here; the cells are changed
-by llama.cpp's verbs. An edit is done as a whole or not at all (invariant 5): over a plain
-attention cache, whatever could make the second of two verbs fail is tried before the first; over
-any other, both happen within a transaction.
+by llama.cpp's verbs. An edit is done as a whole or not at all (invariant 5): several verbs happen
+within a transaction.
 
 Not every cache can forget any token: a state is only exchanged for an older one, what has left a
 window is gone, and some K rows cannot be rotated. Then the text goes back to where the cache can,
@@ -16,8 +15,6 @@ Tokens of a sequence that wait to be computed, and where they will stand.
 
 Those that were computed before, until an edit took their cells or their state back, know their
 positions. They come first; what follows, sampled or typed, follows on.
-
-What it takes to move tokens of a cache of K and V: cells for copies of shared ones.
 """
 
 from __future__ import annotations
@@ -27,11 +24,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache
-from kvcellar.cache.hybrid import parts_of
-from kvcellar.cellsets import Cells, cell_count, cells_where
-from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
+from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.runtime.options import ContextShift, check_range
 from kvcellar.types import MAX_POSITION, Int32Array
 
@@ -74,34 +68,6 @@ class PendingTokens:
         """These without ``[start, stop)``; what stood behind moves up by ``gap`` positions."""
         places = [*self.places[:start], *(place - gap for place in self.places[stop:])]
         return PendingTokens([*self.tokens[:start], *self.tokens[stop:]], places)
-
-
-def n_freed(cache: AttentionCache, cells: Cells) -> int:
-    """How many cells dropping these would make free to be filled."""
-    table = cache.table
-    if table.reserved is not None:
-        cells = cells_where(cells, ~table.reserved[cells])
-    return cell_count(cells) - cell_count(table.shared(cells))
-
-
-def n_copies(cache: AttentionCache, cells: Cells) -> int:
-    """How many cells moving these would take: shared ones are copied."""
-    return 0 if cache.on_shared == "move" else cell_count(cache.table.shared(cells))
-
-
-def require_moving(cache: AttentionCache, cells: Cells, doomed: Cells | None = None) -> None:
-    """Raise unless these cells can be moved once the doomed ones have been given up."""
-    if not cache.can_shift:
-        raise ShiftUnsupported(
-            "positions would have to move, but the K rows of this cache cannot be rotated: "
-            'remove(…, gap="keep") leaves them, or decode the tokens again'
-        )
-    needed = n_copies(cache, cells)
-    if needed and not cache.store.can_copy:
-        raise NotSupported("moving shared cells needs a store that can copy cells")
-    free = cache.n_free() + (0 if doomed is None else n_freed(cache, doomed))
-    if needed > free:
-        raise CacheFull(needed, free, "cells shared with others have to be copied to move")
 
 
 Gap: TypeAlias = Literal["close", "keep"]
@@ -200,23 +166,9 @@ class CachedText:
 
     def _remove_in_place(self, p0: int, p1: int, closed: int) -> bool:
         """Remove positions and close the gap; False if the cache cannot."""
-        cache, seq_id = self.cache, self.seq_id
-        if not closed:
-            return cache.seq_rm(seq_id, p0, p1)
-        if not cache.can_shift:
-            return False
-        if type(cache) is AttentionCache:
-            table = cache.table
-            doomed, moving = (table.select(seq_id, *part) for part in ((p0, p1), (p1, -1)))
-            require_moving(cache, moving, doomed)
-            cache.seq_rm(seq_id, p0, p1)
-            cache.seq_add(seq_id, p1, -1, -closed)
-            return True
-        with cache.transaction():
-            if not cache.seq_rm(seq_id, p0, p1):
-                return False
-            cache.seq_add(seq_id, p1, -1, -closed)
-        return True
+        if closed:
+            return self.cache.seq_cut(self.seq_id, p0, p1)
+        return self.cache.seq_rm(self.seq_id, p0, p1)
 
     def shift_span(self, shift: ContextShift, pending: PendingTokens) -> tuple[int, int]:
         """Which tokens a context shift discards; those computed before count as computed."""
@@ -240,20 +192,10 @@ class CachedText:
         if n_pending <= free and pending.end(self.end) <= n_max:
             return None
         start, stop = self.shift_span(shift, pending)
-        if n_pending > free and not self._makes_room(start, stop):
+        if n_pending > free and not self.cache.makes_room(self.seq_id, start, stop):
             hint = "a context shift would free none: other sequences or a transaction keep them"
             raise CacheFull(n_pending, free, hint)
         return start, stop
-
-    def _makes_room(self, start: int, stop: int) -> bool:
-        """Whether removing tokens leaves fewer to compute, or more room for them."""
-        cache, n_held = parts_of(self.cache)[0], len(self)
-        if stop > n_held or not isinstance(cache, AttentionCache):
-            return True
-        cells = cache.table.cells_of(self.seq_id)
-        if cache is self.cache and cache.can_shift:
-            return n_freed(cache, cells[start:stop]) > n_copies(cache, cells[stop:])
-        return n_freed(cache, cells[start:]) > n_held - stop
 
     def self_extend(self, group: int, width: int) -> None:
         """Divide the positions of every whole window behind what is grouped.
@@ -265,7 +207,7 @@ class CachedText:
         check_range("group", group, 1, MAX_POSITION)
         if check_range("width", width, 1, MAX_POSITION) % group:
             raise OptionError(f"width={width}: must be a multiple of group={group}")
-        if any(type(part) is not AttentionCache for part in parts_of(self.cache)):
+        if not self.cache.keeps_every_token:
             raise NotSupported(
                 "self_extend: states and windows that slid have no positions to divide; it needs "
                 "a model that attends in every layer, with swa_full=True if some have windows"
@@ -276,14 +218,9 @@ class CachedText:
         highest = self.end + (group - 1) * (self.self_extended_end + n_windows * width // group)
         if highest >= MAX_POSITION:
             raise OptionError(f"group={group}: positions would pass the largest one on the way")
-        order, end = self.tokens, self.self_extended_end
-        if type(self.cache) is AttentionCache:
-            moving = self.cache.table.select(self.seq_id, max(end, 1), -1)
-            require_moving(self.cache, moving)
+        order = self.tokens
+        with self.cache.transaction():
             end = self._divide(group, width, n_windows)
-        else:
-            with self.cache.transaction():
-                end = self._divide(group, width, n_windows)
         self.self_extended_end = end
         self.self_extended = tuple(order[: int(np.searchsorted(self.positions, end))])
 

@@ -28,12 +28,11 @@ import numpy as np
 from kvcellar.backends.base import KVStore, OpenMemory
 from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CellCache, CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.cache.transaction import Undo
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
 from kvcellar.runtime.options import (
@@ -58,7 +57,7 @@ def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_
 
     A part that is the only one is used as it is, so models of one kind pay for no other.
     """
-    groups: list[CellCache] = []
+    groups: list[AttentionCache] = []
     for group, store in zip(spec.groups, memory.groups, strict=True):
         groups.append(_make_group(group, store, n_ctx, options))
     if memory.states is None:
@@ -68,7 +67,9 @@ def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_
     return HybridCache(groups, states) if groups else states
 
 
-def _make_group(spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions) -> CellCache:
+def _make_group(
+    spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
+) -> AttentionCache:
     threshold = options.defrag_threshold
     if spec.size == n_ctx:  # nothing ever has to make room
         return AttentionCache(spec, store, defrag_threshold=threshold)

@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import Cache
-from kvcellar.cache.hybrid import has_states
-from kvcellar.cache.transaction import Undo
+from kvcellar.cache.base import Cache, Undo
 from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
 from kvcellar.runtime.generation import FinishReason, Generation
@@ -162,7 +160,7 @@ class EditableText:
         start = check_range("start", start, 0, stop)
         if gap not in ("close", "keep"):
             raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
-        if gap == "keep" and start < stop < len(self) and has_states(self._cached.cache):
+        if gap == "keep" and start < stop < len(self) and self._cached.cache.has_states:
             raise NotSupported(
                 'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
                 'other; use gap="close"'

@@ -21,9 +21,8 @@ import numpy as np
 from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, OnShared
+from kvcellar.cache.base import Cache, OnShared, Transaction
 from kvcellar.cache.placement import Placement
-from kvcellar.cache.transaction import Undoable
 from kvcellar.errors import (
     AllocationError,
     BatchError,
@@ -137,7 +136,7 @@ class CacheDuel(ABC, Generic[OracleT]):
     naive: OracleT
 
     def __init__(self) -> None:
-        self._open: list[tuple[Undoable, OracleT, object]] = []
+        self._open: list[tuple[Transaction, OracleT, object]] = []
 
     @property
     def depth(self) -> int:

@@ -231,7 +231,7 @@ class SlidingDuel(CacheDuel[NaiveTexts]):
     def state(self) -> tuple[object, ...]:
         """Return what is held, and what has left the window."""
         evicted = [
-            (self.cache.seq_evicted(s).tolist(), self.cache.seq_slid_positions(s).tolist())
+            (self.cache.seq_evicted(s).tolist(), self.cache.seq_evicted_positions(s).tolist())
             for s in range(N_SEQ)
         ]
         return (*snapshot(self.cache, only_used=True), evicted)
@@ -241,7 +241,7 @@ class SlidingDuel(CacheDuel[NaiveTexts]):
         self.cache.check()
         table = self.cache.table
         for seq, text in enumerate(self.naive.texts):
-            held, evicted = self.cache.seq_positions(seq), self.cache.seq_slid_positions(seq)
+            held, evicted = self.cache.seq_positions(seq), self.cache.seq_evicted_positions(seq)
             assert [*evicted, *held] == [entry.pos for entry in text]
             tokens = [*self.cache.seq_evicted(seq), *self.cache.seq_tokens(seq)]
             assert tokens == [entry.token for entry in text]

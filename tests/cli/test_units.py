@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcellar.cli.console import human_age, parse_age, parse_size
+from kvcellar.cli.units import human_age, human_bytes, parse_age, parse_size
 from kvcellar.errors import OptionError
 from kvcellar.stores.base import MAX_AGE_S
 
@@ -66,3 +66,17 @@ def test_absurd_ages_are_named(text: str) -> None:
 )
 def test_how_long_ago(seconds: float, text: str) -> None:
     assert human_age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (23040, "22.5 KiB"),
+        (2**40, "1.0 TiB"),
+        (2**51, "2048.0 TiB"),
+    ],
+)
+def test_bytes_for_people(n: int, text: str) -> None:
+    assert human_bytes(n) == text

@@ -1,4 +1,4 @@
-"""Which cache each layer gets, and what it takes."""
+"""The kind and size of the cache of each layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli.inspection import LayerCache, context_bytes, layer_caches
+from kvcellar.cli.model_info import LayerCache, context_bytes, layer_caches
 from kvcellar.types import KVType, LayerMemory, LayerSpec, StateLayer
 from tests.cli.helpers import Invoke
 
@@ -47,5 +47,5 @@ def test_a_window_takes_no_more_than_it_sees() -> None:
 
 def test_info_shows_them(invoke: Invoke, talker: Path) -> None:
     shown = invoke("info", talker).stdout
-    assert "What layers keep" in shown
+    assert "Cache by layer" in shown
     assert "0-1      full" in shown

@@ -1,8 +1,6 @@
-"""What can be said about a GGUF file without computing anything.
+"""What a GGUF file says about its model, and what a cache for it would take; nothing is computed.
 
 A file that cannot be run is described as far as its metadata go, with the reason.
-
-Which cache the layers of a model get, and what it takes: layers that are alike in a row.
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ from kvcellar.types import KVType, LayerMemory, LayerSpec, StateSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Layers that keep the same.
+    """Layers with the same kind and size of cache.
 
     Attributes:
         layers: their numbers.
         kind: "full", "sliding 512", "MLA", "state", or several of them.
-        bytes_per_token: of K and V as f16, in each of these layers. Within a window that is for
-            its tokens only.
-        bytes_per_sequence: of a state, in each of these layers.
+        bytes_per_token: size of K and V as f16 in one layer; a window keeps only its own tokens.
+        bytes_per_sequence: size of the state in one layer.
     """
 
     layers: tuple[int, ...]
@@ -40,7 +37,7 @@ class LayerCache:
 
     @property
     def numbers(self) -> str:
-        """The layers, neighbours as a range: ``0-4, 6-10``."""
+        """The layers, consecutive ones as a range: ``0-4, 6-10``."""
         runs: list[list[int]] = []
         for number in self.layers:
             if runs and runs[-1][-1] == number - 1:
@@ -50,44 +47,12 @@ class LayerCache:
         return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def layer_caches(layers: Iterable[LayerMemory]) -> tuple[LayerCache, ...]:
-    """What each layer gets, those that keep the same together, by the first of them."""
-    found: dict[tuple[str, int, int], list[int]] = {}
-    for number, layer in enumerate(layers):
-        per_token = 0 if layer.attention is None else token_bytes(layer.attention, KVType.F16)
-        per_sequence = 0 if layer.state is None else StateSpec(1, 1, (layer.state,)).row_bytes
-        found.setdefault((_kind(layer), per_token, per_sequence), []).append(number)
-    return tuple(LayerCache(tuple(numbers), *what) for what, numbers in found.items())
-
-
-def token_bytes(layer: LayerSpec, kind: KVType) -> int:
-    """Bytes of a token's K and V in a layer."""
-    return kind.row_bytes(layer.n_embd_k) + kind.row_bytes(layer.n_embd_v)
-
-
-def context_bytes(layers: Iterable[LayerSpec], kind: KVType, n_tokens: int) -> int:
-    """Bytes of K and V of one sequence of so many tokens; windows keep no more than they see."""
-    return sum(
-        token_bytes(layer, kind) * min(n_tokens, layer.window or n_tokens) for layer in layers
-    )
-
-
-def _kind(layer: LayerMemory) -> str:
-    kinds = []
-    if (spec := layer.attention) is not None:
-        kinds.append("full" if spec.v_offset is None else "MLA")
-        if spec.window:
-            kinds[-1] = f"sliding {spec.window}" if spec.v_offset is None else f"MLA {spec.window}"
-    if layer.state is not None:
-        kinds.append("state")
-    return " + ".join(kinds) or "none"
-
-
 @dataclass(frozen=True, slots=True)
 class TypeCost:
-    """What K and V of one type take; None where the type does not fit the heads.
+    """The size of K and V of one type; None where the type does not fit the heads.
 
-    ``bytes_in_all`` is for one sequence as long as the training context, windows being windows.
+    ``bytes_in_all`` is for one sequence of the training context's length; a window counts no
+    more than its own tokens.
     """
 
     bytes_per_token: int | None
@@ -96,11 +61,11 @@ class TypeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class ModelInfo:
     """A model file; None where the file does not say.
 
-    ``n_head_kv`` and the head sizes are those of the first layer. ``memory_available`` is what is
-    left once the weights are in memory. ``caches`` says what each layer keeps.
+    ``n_head_kv`` and the head sizes are those of the first layer. ``memory_available`` is the
+    memory that is free beside the weights. ``caches`` groups the layers by what they keep.
     """
 
     path: str
@@ -127,7 +92,7 @@ class Inspection:
     caches: tuple[LayerCache, ...] = ()
 
 
-def inspect(path: Path) -> Inspection:
+def read_model_info(path: Path) -> ModelInfo:
     """Describe a file.
 
     Raises:
@@ -143,7 +108,7 @@ def inspect(path: Path) -> Inspection:
     free = None if memory is None else max(0, memory - weight_bytes)
     arch = _text(data, "general.architecture") or "unknown"
     tokens, n_ctx = data.get("tokenizer.ggml.tokens"), _count(data, f"{arch}.context_length")
-    return Inspection(
+    return ModelInfo(
         path=str(path),
         name=_text(data, "general.name"),
         architecture=arch,
@@ -170,7 +135,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def _spec_of(file: GgufFile) -> tuple[ModelSpec | None, str | None]:
-    """The model's shape, or why it cannot be run."""
+    """Return the model's shape, or why it cannot be run."""
     try:
         weights = GgmlWeights(file)
     except UnsupportedModel as error:
@@ -208,3 +173,36 @@ def _count(data: Mapping[str, object], key: str) -> int | None:
 def _tokenizer(data: Mapping[str, object]) -> str | None:
     kind, pre = _text(data, "tokenizer.ggml.model"), _text(data, "tokenizer.ggml.pre")
     return f"{kind}, {pre}" if kind and pre else kind
+
+
+def layer_caches(layers: Iterable[LayerMemory]) -> tuple[LayerCache, ...]:
+    """Group layers by kind and size of cache, in the order of their first layer."""
+    found: dict[tuple[str, int, int], list[int]] = {}
+    for number, layer in enumerate(layers):
+        per_token = 0 if layer.attention is None else token_bytes(layer.attention, KVType.F16)
+        per_sequence = 0 if layer.state is None else StateSpec(1, 1, (layer.state,)).row_bytes
+        found.setdefault((_kind(layer), per_token, per_sequence), []).append(number)
+    return tuple(LayerCache(tuple(numbers), *what) for what, numbers in found.items())
+
+
+def token_bytes(layer: LayerSpec, kind: KVType) -> int:
+    """Return the bytes of a token's K and V in a layer."""
+    return kind.row_bytes(layer.n_embd_k) + kind.row_bytes(layer.n_embd_v)
+
+
+def context_bytes(layers: Iterable[LayerSpec], kind: KVType, n_tokens: int) -> int:
+    """Return the bytes of K and V of one sequence; a window keeps no more than it sees."""
+    return sum(
+        token_bytes(layer, kind) * min(n_tokens, layer.window or n_tokens) for layer in layers
+    )
+
+
+def _kind(layer: LayerMemory) -> str:
+    kinds = []
+    if (spec := layer.attention) is not None:
+        kinds.append("full" if spec.v_offset is None else "MLA")
+        if spec.window:
+            kinds[-1] = f"sliding {spec.window}" if spec.v_offset is None else f"MLA {spec.window}"
+    if layer.state is not None:
+        kinds.append("state")
+    return " + ".join(kinds) or "none"

@@ -1,0 +1,135 @@
+"""Prompts: text and messages to tokens, and tokens computed into a sequence.
+
+A prompt is computed in the microbatches that one call would be split into, so the logits are the
+same bit for bit; between them Ctrl-C is checked, and a progress bar moves once it takes longer than
+a moment.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Timer
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcellar.cli.console import clean, console_for, is_plain
+from kvcellar.errors import BatchError, CacheFull
+
+if TYPE_CHECKING:
+    from kvcellar.cli.interrupt import Interrupt
+    from kvcellar.prompts.cache import CacheHit, PromptCache
+    from kvcellar.runtime.model import Model
+    from kvcellar.runtime.sequence import Sequence as Text
+
+PATIENCE = 0.8  # seconds before the progress bar appears
+
+
+def read_prompt(prompt: str | None) -> str:
+    """Return the prompt as given, or all of stdin when it is ``-`` or absent.
+
+    A single line break at the end of stdin is dropped.
+
+    Raises:
+        typer.BadParameter: nothing was given and stdin is a terminal.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+    if prompt is None or prompt == "-":
+        return sys.stdin.read().removesuffix("\n")
+    return clean(prompt)
+
+
+def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """Return a conversation that begins with a prompt."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def chat_ids(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the tokens of a conversation, up to where the model's next answer begins.
+
+    Raises:
+        TemplateError: the model has no template, or it refuses the messages.
+        TokenizerError: the model has no tokenizer.
+    """
+    text = clean(model.chat_template.render(messages))
+    tokenizer = model.tokenizer
+    bos = "" if tokenizer.bos_id is None else tokenizer.vocab.tokens[tokenizer.bos_id]
+    has_bos = bool(bos) and text.startswith(bos)
+    return tokenizer.encode(text, add_special=not has_bos, parse_special=True)
+
+
+def read_tokens(
+    sequence: Text, ids: list[int], interrupt: Interrupt, prompts: PromptCache | None = None
+) -> CacheHit | None:
+    """Append tokens to a sequence and compute those that the prompt cache does not have.
+
+    Returns:
+        How many of them the prompt cache had; None without one.
+
+    Raises:
+        BatchError: there are none.
+        CacheFull: they do not fit; nothing has changed.
+        KeyboardInterrupt: Ctrl-C was pressed; what was computed stays.
+    """
+    if not ids:
+        raise BatchError("the prompt is empty")
+    context = sequence.context
+    pending = len(sequence) - context.cache.seq_count(sequence.seq_id)
+    needed, free = len(ids) + pending, context.cache.n_free()
+    if needed > free:
+        raise CacheFull(needed, free, "use a larger --n-ctx or a shorter prompt")
+    with _progress("reading the prompt", len(ids)) as advance:
+        if prompts is None:
+            _compute(sequence, ids, pending, advance, interrupt)
+            return None
+
+        def on_piece(n: int) -> None:
+            advance(n)
+            interrupt.check()
+
+        interrupt.check()
+        return prompts.append(sequence, ids, on_piece=on_piece)
+
+
+def _compute(
+    sequence: Text,
+    ids: list[int],
+    pending: int,
+    advance: Callable[[int], None],
+    interrupt: Interrupt,
+) -> None:
+    """Append pieces that end where a microbatch does; pending tokens are part of the first."""
+    size = sequence.context.n_ubatch
+    done, end = 0, size - pending if pending < size else len(ids)
+    while done < len(ids):
+        interrupt.check()
+        piece = ids[done:end]
+        sequence.append(piece)
+        advance(len(piece))
+        done, end = end, end + size
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr after ``PATIENCE``; it leaves nothing behind."""
+    if is_plain(sys.stderr):
+        yield lambda _n: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn(title), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, console=console_for(sys.stderr), transient=True)
+    task = progress.add_task(title, total=total)
+    timer = Timer(PATIENCE, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda n: progress.advance(task, n)
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()

@@ -1,0 +1,195 @@
+"""``--prompt-cache`` of ``run`` and ``chat``: it speeds a run up, and never makes one fail.
+
+A store that cannot be opened is an error: the option names the wrong place. One that fails later
+causes one warning, and the run continues without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from kvcellar.cli.console import note, one_line
+from kvcellar.cli.units import parse_age, parse_size
+from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
+from kvcellar.stores.base import Entry
+
+if TYPE_CHECKING:
+    from kvcellar.prompts.cache import PromptCache
+    from kvcellar.runtime.sequence import Sequence as Text
+    from kvcellar.stores.base import Absence, Buffer, Field, Note, Store
+
+T = TypeVar("T")
+
+FOLDER_BYTES = 10 * 2**30
+"""The default budget of a folder: a disk must not fill up unnoticed."""
+
+_option = partial(typer.Option, rich_help_panel="Prompt cache")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCacheOptions:
+    """Where computed prompts are kept, and how much of them.
+
+    Attributes:
+        where: a folder or URL; None: there is no prompt cache.
+        salt: texts stored under another salt are never found.
+        max_bytes: the budget of a folder, as text; None: ``FOLDER_BYTES``.
+        ttl: how long a server keeps unused entries, as text; None: without limit.
+
+    Raises:
+        OptionError: no such size or age, or an option without the cache it is for.
+    """
+
+    where: Annotated[
+        str | None,
+        _option(
+            "--prompt-cache",
+            metavar="DIR_OR_URL",
+            help="Restore the prompt's K/V data from this cache, and store what is computed.",
+        ),
+    ] = None
+    salt: Annotated[
+        str | None,
+        _option(
+            "--cache-salt", metavar="TEXT", help="Find only entries stored with the same salt."
+        ),
+    ] = None
+    max_bytes: Annotated[
+        str | None,
+        _option(
+            "--cache-bytes",
+            metavar="SIZE",
+            help="Maximum size of the cache folder; least recently used entries are evicted.",
+            show_default="10G",
+        ),
+    ] = None
+    ttl: Annotated[
+        str | None,
+        _option(
+            "--cache-ttl",
+            metavar="AGE",
+            help="How long a server keeps unused entries.",
+            show_default="no limit",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.where == "":  # an unset variable, perhaps; as a path it would be this folder
+            raise OptionError("--prompt-cache is empty: name a folder or a URL")
+        for option, value in (("salt", self.salt), ("bytes", self.max_bytes), ("ttl", self.ttl)):
+            if value is not None and self.where is None:
+                raise OptionError(f"--cache-{option} needs --prompt-cache")
+        self._limits()
+
+    @contextmanager
+    def open(self) -> Iterator[PromptCache | None]:
+        """Yield the prompt cache, if any; close it at the end.
+
+        Raises:
+            OptionError: the options do not fit this kind of store.
+            StoreError: it cannot be opened.
+        """
+        if self.where is None:
+            yield None
+            return
+        from kvcellar.cli.store_tools import open_or_make
+        from kvcellar.prompts.cache import PromptCache
+        from kvcellar.stores.opening import folder_of
+
+        size, ttl = self._limits()
+        if size is None and folder_of(self.where) is not None:
+            size = FOLDER_BYTES
+        with closing(open_or_make(self.where, size, ttl)) as store:
+            yield PromptCache(BestEffortStore(store), cache_salt=self.salt or "")
+
+    def _limits(self) -> tuple[int | None, float | None]:
+        """Bytes and seconds."""
+        size = None if self.max_bytes is None else parse_size(self.max_bytes, "--cache-bytes")
+        return size, None if self.ttl is None else parse_age(self.ttl, "--cache-ttl")
+
+
+@contextmanager
+def stored_at_end(prompts: PromptCache | None, sequence: Text) -> Iterator[None]:
+    """Store a sequence at the end, also after Ctrl-C and when the cache was full."""
+    try:
+        yield
+    except (CacheFull, KeyboardInterrupt):
+        _store_computed(prompts, sequence)
+        raise
+    _store_computed(prompts, sequence)
+
+
+def _store_computed(prompts: PromptCache | None, sequence: Text) -> None:
+    """Drop pending tokens first: there may be no room to compute them."""
+    if prompts is None:
+        return
+    n_pending = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
+    if n_pending > 0:
+        sequence.trim(n_pending)
+    if len(sequence):
+        prompts.store(sequence)
+
+
+class BestEffortStore:
+    """A store that is empty and refuses values after its first failure."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._failed = False
+
+    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+        """Store a value; return False if the store fails."""
+        return self._try(lambda: self._store.put(key, value, note), False)
+
+    def get(self, key: str) -> Buffer | None:
+        """Return the value, None if the store fails."""
+        return self._try(lambda: self._store.get(key), None)
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a value."""
+        return self._try(lambda: self._store.has(key), False)
+
+    def touch(self, key: str) -> bool:
+        """Count a use of a value."""
+        return self._try(lambda: self._store.touch(key), False)
+
+    def why_absent(self, key: str) -> Absence:
+        """Return why there is no value."""
+        return self._try(lambda: self._store.why_absent(key), "never stored")
+
+    def delete(self, key: str) -> bool:
+        """Drop a value."""
+        return self._try(lambda: self._store.delete(key), False)
+
+    def entries(self) -> Iterator[Entry]:
+        """Return all entries."""
+        return iter(self._try(lambda: list(self._store.entries()), list[Entry]()))
+
+    def find(self, field: Field, key: str, most: int) -> list[Entry]:
+        """Return entries whose note names a key there."""
+        return self._try(lambda: self._store.find(field, key, most), [])
+
+    @property
+    def bytes_used(self) -> int:
+        """The size of all values."""
+        return self._try(lambda: self._store.bytes_used, 0)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _try(self, action: Callable[[], T], otherwise: T) -> T:
+        if self._failed:
+            return otherwise
+        try:
+            return action()
+        except (StoreError, ClosedError) as error:
+            self._failed = True
+            note(f"warning: continuing without the prompt cache: {one_line(error)}")
+            return otherwise
