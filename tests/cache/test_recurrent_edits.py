@@ -6,7 +6,7 @@ import pytest
 
 from kvcellar.batch import Batch
 from kvcellar.errors import SequenceIdError
-from tests.cache.state_helpers import cache_of, compute, everything, put, row, state
+from tests.cache.states import cache_of, compute, everything, put, row, state
 
 
 @pytest.mark.report("llamAmpere#8")
