@@ -199,7 +199,7 @@ class Duel(CacheDuel[NaiveCache]):
         self._contents = itertools.count()
 
     def close(self) -> None:
-        """Give the store back."""
+        """Close the store."""
         self.store.close()
 
     def state(self) -> object:
@@ -327,7 +327,7 @@ class Duel(CacheDuel[NaiveCache]):
         self._both(self.cache.update, lambda naive: naive.defrag(max_moves))
 
     def resize(self, size: int) -> None:
-        """Have so many cells, if they hold what is used and no transaction is open."""
+        """Grow or shrink, if what is used fits and no transaction is open."""
         if self._open:
             self.refused(CacheError, lambda: self.cache.resize(size))
         else:

@@ -1,7 +1,7 @@
 """A cache of states and its oracle, driven side by side.
 
-Every method does one thing to both and raises AssertionError where they part; what is refused must
-change nothing. Where rows are short, within transactions or because there are fewer than
+Every method does one thing to both and raises AssertionError where they differ; what is refused
+must change nothing. Where rows are short, within transactions or because there are fewer than
 :func:`~kvcellar.cache.recurrent.state_rows` says, checkpoints may go before their budget says so,
 and a batch may find no row; nothing else may differ.
 """
@@ -85,16 +85,16 @@ class RecurrentDuel(CacheDuel[NaiveStates]):
                     self.store.spoil(plan)
                     raise Interrupted
                 self.store.absorb(plan)
-        self._give_up(left)
+        self._evict(left)
 
     def _kept(self) -> list[list[int]]:
-        """Of each sequence how many tokens its checkpoints have absorbed."""
+        """For each sequence: how many tokens its checkpoints have absorbed."""
         return [
             [kept.n for kept in held.checkpoints] if held else [] for held in self.cache.states.of
         ]
 
-    def _give_up(self, left: Sequence[Sequence[int]]) -> None:
-        """Let the oracle have no other checkpoints than these; only a lack of rows may take any."""
+    def _evict(self, left: Sequence[Sequence[int]]) -> None:
+        """Drop all but these checkpoints from the oracle; only a lack of rows may take any."""
         for seq, state in self.naive.of.items():
             if self._scarce or self.depth:
                 assert state.kept.keys() >= set(left[seq])

@@ -1,8 +1,8 @@
 """A sliding cache and whole texts, driven side by side.
 
-Every method does one thing to both and raises AssertionError where they part. What a token attends
-to is compared content by content, in every microbatch; what is refused must change nothing, and
-what fails must leave everything as it was (invariant 5).
+Every method does one thing to both and raises AssertionError where they differ. What a token
+attends to is compared content by content, in every microbatch; what is refused must change nothing,
+and what fails must leave everything as it was (invariant 5).
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class SlidingDuel(CacheDuel[NaiveTexts]):
     # -- checks
 
     def held(self) -> list[set[int]]:
-        """The positions of each sequence that the cache holds."""
+        """For each sequence: the positions that the cache holds."""
         return [set(self.cache.seq_positions(seq).tolist()) for seq in range(N_SEQ)]
 
     def state(self) -> tuple[object, ...]:
@@ -237,7 +237,7 @@ class SlidingDuel(CacheDuel[NaiveTexts]):
         return (*snapshot(self.cache, only_used=True), evicted)
 
     def check(self) -> None:
-        """Every sequence is what it should be, held or slid out, and can be decoded on."""
+        """Every sequence is what it should be, held or evicted, and can be decoded on."""
         self.cache.check()
         table = self.cache.table
         for seq, text in enumerate(self.naive.texts):
