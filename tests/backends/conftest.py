@@ -6,12 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.backends.ops_bench import AnyBench, Bench, NumpyBench
+from kvcellar.types import MemorySpec
+from tests.backends.ops_bench import NO_MEMORY, AnyBench, Bench, NumpyBench, OpenBench
 
 
-@pytest.fixture(params=["ggml", "numpy"])
-def bench(request: pytest.FixtureRequest) -> Iterator[AnyBench]:
+@pytest.fixture(params=[Bench, NumpyBench], ids=["ggml", "numpy"])
+def open_bench(request: pytest.FixtureRequest) -> Iterator[OpenBench]:
+    """Opens benches of each backend, which are closed in the end."""
+    made: list[AnyBench] = []
+
+    def opened(spec: MemorySpec = NO_MEMORY) -> AnyBench:
+        made.append(request.param(spec))
+        return made[-1]
+
+    yield opened
+    for bench in made:
+        bench.close()
+
+
+@pytest.fixture
+def bench(open_bench: OpenBench) -> AnyBench:
     """A bench without memory, of each backend."""
-    made: AnyBench = Bench() if request.param == "ggml" else NumpyBench()
-    yield made
-    made.close()
+    return open_bench()

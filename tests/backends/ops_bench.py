@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,8 @@ from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import to_rows
 from kvcellar.backends.numpy import store as numpy
 from kvcellar.backends.numpy.ops import NumpyExecutor
+from kvcellar.backends.numpy.states import NumpyStateStore
+from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import Ops
 from kvcellar.batch import MicroBatch
 from kvcellar.plan import CellPlan, Plan, StatePlan
@@ -76,8 +79,21 @@ class Bench:
         self.backend.close()
 
 
+@dataclass(frozen=True)
+class NumpyMemory:
+    """The stores that NumPy computes over."""
+
+    groups: list[NumpyStore]
+    states: NumpyStateStore | None
+
+
 class NumpyBench:
-    """The same without memory; a tensor is its array."""
+    """The same on the NumPy backend; a tensor is its array."""
+
+    def __init__(self, spec: MemorySpec = NO_MEMORY) -> None:
+        states = None if spec.states is None else NumpyStateStore(spec.states)
+        self.memory = NumpyMemory([NumpyStore(group) for group in spec.groups], states)
+        self._spec = spec
 
     def weight(self, values: npt.ArrayLike, kind: KVType = KVType.F32) -> Float32Array:
         """An array of these values as that type stores them."""
@@ -87,8 +103,13 @@ class NumpyBench:
 
     def executor(self, forward: Pass) -> NumpyExecutor:
         """What runs a pass over plans of embeddings."""
-        nothing = np.empty((0, 0), np.float32)
-        return NumpyExecutor(NO_MEMORY, (), lambda ops: forward(ops, ops.embed(nothing)))
+        nothing, memory = np.empty((0, 0), np.float32), self.memory
+
+        def over_embeddings(ops: Ops[Float32Array]) -> Float32Array:
+            out: Float32Array = forward(ops, ops.embed(nothing))
+            return ops.outputs(out)
+
+        return NumpyExecutor(self._spec, memory.groups, over_embeddings, memory.states)
 
     def run(self, forward: Pass, plan: Plan | npt.ArrayLike) -> Float32Array:
         """A pass over one plan, or over embeddings alone."""
@@ -100,6 +121,7 @@ class NumpyBench:
 
 
 AnyBench: TypeAlias = Bench | NumpyBench
+OpenBench: TypeAlias = Callable[..., AnyBench]
 
 
 def plan_of(

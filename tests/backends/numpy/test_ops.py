@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
 from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellPlan, Plan
@@ -26,17 +26,6 @@ def test_tokens_or_embeddings_are_the_input() -> None:
     given = random_rows(2, 4, 7)
     plan = causal_plan(None, embeddings=given)
     np.testing.assert_array_equal(_ops(plan).embed(TABLE), given)
-
-
-def test_neighbouring_heads_share_a_head_of_k_and_v() -> None:
-    """Equal to attending a head at a time."""
-    q, keys, values = (random_rows(3, n * 8, n).reshape(3, n, 8) for n in (6, 2, 2))
-    mask = np.zeros((3, 3), np.float16)
-    got = attend(q, keys, values, mask, 0.3).reshape(3, 6, 8)
-    for head in range(6):
-        one = slice(head // 3, head // 3 + 1)
-        alone = attend(q[:, head : head + 1], keys[:, one], values[:, one], mask, 0.3)
-        np.testing.assert_allclose(got[:, head], alone, rtol=1e-5)
 
 
 def test_hidden_cells_are_not_even_read() -> None:
@@ -87,3 +76,15 @@ def test_layers_write_to_the_group_they_are_in() -> None:
     assert not np.allclose(all_seen[1], x[1, 0])
     np.testing.assert_array_equal(stores[1].read(0, "k", near.cells), x.reshape(2, 4))
     np.testing.assert_array_equal(stores[0].read(0, "k", wide.cells), 2 * x.reshape(2, 4))
+
+
+def test_a_large_sink_leaves_nothing() -> None:
+    q, keys, values = random_rows(3, 8).reshape(3, 4, 2), *random_rows(2, 20).reshape(2, 5, 2, 2)
+    sinks, mask = np.full(4, 1e4, np.float32), np.zeros((3, 5), np.float16)
+    np.testing.assert_array_equal(attend(q, keys, values, mask, 0.3, sinks=sinks), 0)
+
+
+def test_shares_of_large_scores_sum_to_one() -> None:
+    shares = softmax(np.array([[1e4, 0, -np.inf], [-1e4, -1e4, -1e4]], np.float32))
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
+    assert shares[0, 2] == 0
