@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _case import Sizes
-from _machine import available_cores, describe
+from _machine import describe
 from _peers import locate
 from _plot import svg
 from _results import Results
@@ -24,6 +24,7 @@ from rich.console import Console
 from scenarios import makers
 
 from kvcellar import Model, find_model
+from kvcellar.cli.environment import usable_cpus
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
 
@@ -107,7 +108,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="measured rounds, after one that is not counted (default: 5, with --quick 1); "
         "long steps have half as many, or one, and none before: see n in the table",
     )
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
     for name, suffix in KEPT.items():
         places = (

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from _calls import Counts, by_file, tree
-from _machine import available_cores, cpu_model
 from _protocol import EngineFailed, Worker
 from _results import Spread
 from _table import number
@@ -49,6 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvcellar as kv
+from kvcellar.cli.environment import processor_name, usable_cpus
 
 MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
 HERE, THERE = "here", "there"
@@ -111,8 +111,8 @@ def about() -> dict[str, Any]:
     """What counts and times depend on."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "cpu": cpu_model(),
-        "cores": available_cores(),
+        "cpu": processor_name(),
+        "cores": usable_cpus(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "numpy": _version("numpy"),
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--models", type=Path, default=MODELS, help="folder of the tiny models (%(default)s)"
     )
     parser.add_argument("--repeats", type=int, default=9, help="rounds of times; 0: only count")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="where time counts")
+    parser.add_argument("--threads", type=int, default=usable_cpus(), help="where time counts")
     args = parser.parse_args(argv)
     if args.repeats < 0 or args.threads < 1:
         parser.error("--repeats must be at least 0 and --threads at least 1")

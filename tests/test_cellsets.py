@@ -76,7 +76,7 @@ def test_a_run_that_grows_at_either_end_stays_a_run() -> None:
     span = Span()
     for cells in (slice(4, 6), slice(6, 7), slice(2, 4)):
         span.add(cells, POSITIONS)
-    assert span.is_dense
+    assert span.exact
     assert span.candidates() == slice(2, 7)
 
 

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands."""
+"""What the README shows runs as it stands; links of all pages lead to files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 
 
 def python_blocks() -> list[str]:
@@ -36,6 +39,7 @@ def test_the_examples_are_about_ten_lines() -> None:
         assert len([line for line in block.splitlines() if line.strip()]) <= 12
 
 
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target

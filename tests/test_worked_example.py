@@ -60,7 +60,7 @@ def test_every_chapter_draws_a_state_of_16_cells(page: str) -> None:
     chapters = page.split("\n## ")[1:]
     titles = [chapter.partition("\n")[0] for chapter in chapters]
     story = ["Fill", "Share", "Fork", "Diverge", "Remove", "Shift", "Compact", "Roll back"]
-    assert titles == ["The stage", *story]
+    assert titles == ["Setup", *story]
     for chapter in chapters:
         first = steps(chapter)[0][1].splitlines()
         assert "of 16 cells used" in first[0]

@@ -300,17 +300,6 @@ def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:
     return [np.arange(i, min(i + n_ubatch, n_rows)) for i in range(0, n_rows, n_ubatch)]
 
 
-def split_by_sequence(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Rows of one owner set each."""
-    _check_ubatch(n_ubatch)
-    return [
-        np.array(rows[i : i + n_ubatch], np.int64)
-        for groups in _segments(owners)
-        for rows in groups
-        for i in range(0, len(rows), n_ubatch)
-    ]
-
-
 def split_equal(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
     """Equally many rows of each owner set that takes part, set after set; for recurrent states."""
     _check_ubatch(n_ubatch)

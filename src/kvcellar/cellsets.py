@@ -54,11 +54,6 @@ class Span:
         near = None if isinstance(cells, slice) else cells
         return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()), near)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the sequence is known to own every cell within its bounds."""
-        return self.exact and self.near is None
-
     def candidates(self) -> Cells:
         """Cells among which all of the sequence's are, ascending."""
         if self.near is None:

@@ -16,7 +16,7 @@ from _case import (
     Case,
     Sizes,
 )
-from _machine import cpu_model, describe
+from _machine import describe
 from _peers import Peer, engines
 from _results import Results
 from scenarios import makers
@@ -151,13 +151,6 @@ def test_the_machine_is_described_without_naming_it() -> None:
     assert about["model"] == "model.gguf"
     assert (about["threads"], about["repeats"]) == (2, 5)
     assert "somebody" not in str(about)
-
-
-def test_the_processor_is_found_or_unknown(tmp_path: Path) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: A Processor 9\n")
-    assert cpu_model(info) == "A Processor 9"
-    assert cpu_model(tmp_path / "absent")
 
 
 def _arguments(folder: Path, model: Path, *more: str) -> list[str]:

@@ -10,7 +10,7 @@ from kvcellar.errors import StoreError
 from kvcellar.prompts.cache import CacheHit, PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence as Text
-from kvcellar.stores.base import Buffer, Note
+from kvcellar.stores.base import BytesLike, Note
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.types import Float32Array
 from tests.runtime.archs import F32
@@ -70,13 +70,13 @@ class FailingStore(MemoryStore):
         super().__init__()
         self.fails: tuple[str, ...] = ()
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         if "full" in self.fails:
             return False
         self._fail("put")
         return super().put(key, value, note)
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         self._fail("get")
         return super().get(key)
 

@@ -17,7 +17,7 @@ from kvcellar.errors import CacheFull, ClosedError, StoreError
 from kvcellar.prompts.cache import PromptCache
 from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
-from kvcellar.stores.base import Buffer
+from kvcellar.stores.base import BytesLike
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
@@ -179,7 +179,7 @@ def test_a_failure_to_compute_is_not_hidden_by_one_to_store(shared: Path, arch: 
 class ForgetfulStore(MemoryStore):
     """Evicts what it has just said to be there."""
 
-    def get(self, key: str) -> Buffer | None:
+    def get(self, key: str) -> BytesLike | None:
         entry = self._held.get(key)
         if entry is not None and entry[1].note.get("start") == 32:
             self._evicted[key] = None

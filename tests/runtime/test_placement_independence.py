@@ -120,7 +120,8 @@ def test_compaction_keeps_the_logits(context: Context) -> None:
 
 
 def test_embeddings_of_tokens_equal_the_tokens(context: Context, model: Model) -> None:
-    from kvcellar.backends.ggml.gguf import GgufFile, array_at
+    from kvcellar.backends.ggml.binding import array_at
+    from kvcellar.backends.ggml.gguf import GgufFile
 
     file = GgufFile(model.path)
     info = file.tensors["token_embd.weight"]

@@ -54,7 +54,6 @@ class TestBudgetOfDisk(BudgetConformance):
 
 @pytest.mark.alone
 class TestRedis(StoreConformance):
-    piece_bytes = 8 << 20
     ttl_s: float | None = None
 
     @pytest.fixture(autouse=True)
@@ -62,16 +61,10 @@ class TestRedis(StoreConformance):
         self.url = redis_url
 
     def open(self) -> Store:
-        return RedisStore(
-            self.url,
-            prefix=f"[te*st?]-{uuid.uuid4()}:",
-            ttl_s=self.ttl_s,
-            piece_bytes=self.piece_bytes,
-        )
+        return RedisStore(self.url, prefix=f"[te*st?]-{uuid.uuid4()}:", ttl_s=self.ttl_s)
 
 
-class TestRedisInPieces(TestRedis):
-    piece_bytes = 4096
+class TestRedisForSomeTime(TestRedis):
     ttl_s = 100.0
 
 

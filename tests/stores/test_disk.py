@@ -1,4 +1,4 @@
-"""A store on disk: opening, outliving processes, sharing, refusals, upkeep."""
+"""A store on disk: opening, outliving processes, sharing, refusals, maintenance."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_a_folder_without_permission_is_read_only(
     (tmp_path / "store").chmod(stat.S_IRWXU)
 
 
-# --- upkeep -------------------------------------------------------------------------------------
+# --- maintenance --------------------------------------------------------------------------------
 
 
 def test_verify_names_what_is_wrong_and_changes_nothing(open_store: Open, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""A store in Redis: time to live, pieces that the server takes, writers that meet or die."""
+"""A store in Redis: time to live, values that the server takes, writers that meet or die."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -18,6 +21,7 @@ from kvcellar.testing.store_use import content, found, order, refusal, value_of
 from tests.stores.conftest import StartRedis, running_redis, socket_of
 
 VALUE = value_of("a", 100)
+NOTE: Note = {"parent": "p", "text": "t"}
 Open = Callable[..., RedisStore]
 
 
@@ -32,17 +36,42 @@ def server(redis_url: str) -> Iterator[RedisClient]:
 
 @pytest.fixture
 def open_store(redis_url: str, server: RedisClient) -> Iterator[Open]:
-    """Opens stores on it, in pieces of 30 bytes; all are closed at the end."""
+    """Opens stores on it; all are closed at the end."""
     opened: list[RedisStore] = []
 
     def open_(url: str = redis_url, **options: Any) -> RedisStore:
-        opened.append(RedisStore(url, **{"piece_bytes": 30, **options}))
+        opened.append(RedisStore(url, **options))
         return opened[-1]
 
     assert server.call("DBSIZE") == 0
     yield open_
     for store in opened:
         store.close()
+
+
+@pytest.fixture(params=["whole", "in pieces"])
+def layout(request: pytest.FixtureRequest, open_store: Open, server: RedisClient) -> str:
+    """A store that has "a", as it is written now, or as it was in pieces of 30 bytes."""
+    layout = str(request.param)
+    if layout == "whole":
+        open_store().put("a", [VALUE], NOTE)
+    else:
+        lay_out_pieces(server)
+        server.call("UNLINK", "kvcellar:head:b", "kvcellar:gone:b")
+    return layout
+
+
+def lay_out_pieces(server: RedisClient) -> None:
+    """What an older version left on a server: "a" in four pieces, "b" without any."""
+    found = json.loads(Path(__file__).with_name("redis_pieces.json").read_text())
+    for name, data in found.items():
+        if isinstance(data, dict):
+            pairs = [text.encode("latin-1") for pair in data.items() for text in pair]
+            server.call("HSET", name, *pairs)
+        elif isinstance(data, list):
+            server.call("SADD", name, *data)
+        else:
+            server.call("SET", name, data.encode("latin-1"))
 
 
 def names(server: RedisClient, kind: str = "*") -> list[str]:
@@ -53,7 +82,6 @@ def names(server: RedisClient, kind: str = "*") -> list[str]:
 
 
 def test_what_nobody_uses_expires(open_store: Open, server: RedisClient) -> None:
-    """With all its pieces, which go after the head."""
     store = open_store(ttl_s=0.05)
     store.put("a", [VALUE])
     open_store(ttl_s=100).put("b", [VALUE])
@@ -61,15 +89,18 @@ def test_what_nobody_uses_expires(open_store: Open, server: RedisClient) -> None
     assert (store.get("a"), store.has("a"), order(store)) == (None, False, ["b"])
     assert store.bytes_used == 100
     assert [store.why_absent(key) for key in "ac"] == ["expired", "never stored"]
-    assert all(0 < server.call("PTTL", name) <= 60_050 for name in names(server, "piece:a"))
+    assert names(server, "head:a") == []
     assert open_store(ttl_s=100).put("a", [VALUE])
     assert content(store, ["b"]) == [VALUE]
 
 
-def test_use_renews_and_looking_does_not(open_store: Open, server: RedisClient) -> None:
+def test_use_renews_and_looking_does_not(
+    open_store: Open, server: RedisClient, layout: str
+) -> None:
+    """The head before its pieces, so that none is met without them."""
     store = open_store(ttl_s=100)
-    store.put("a", [VALUE])
     kept = [*names(server, "head:"), *names(server, "piece:")]
+    assert len(kept) == (1 if layout == "whole" else 5)
 
     def left_after(use: Callable[[], object]) -> int:
         for name in kept:
@@ -79,14 +110,18 @@ def test_use_renews_and_looking_does_not(open_store: Open, server: RedisClient) 
 
     assert left_after(lambda: store.get("a")) > 50_000
     assert left_after(lambda: store.put("a", [VALUE])) > 50_000
+    assert left_after(lambda: store.touch("a")) > 50_000
+    assert [server.call("PTTL", name) > 150_000 for name in kept] == [False] + [True] * (
+        len(kept) - 1
+    )
     assert left_after(lambda: (store.has("a"), list(store.entries()))) <= 50_000
 
 
-def test_without_a_time_values_stay(open_store: Open, server: RedisClient) -> None:
+def test_without_a_time_values_stay(open_store: Open, server: RedisClient, layout: str) -> None:
     """Also one that was put by somebody who gave it a time, once it is used."""
-    open_store(ttl_s=50).put("a", [VALUE])
+    open_store(ttl_s=50).touch("a")
     kept = [*names(server, "head:"), *names(server, "piece:")]
-    assert len(kept) == 5
+    assert len(kept) == (1 if layout == "whole" else 5)
     assert all(server.call("PTTL", name) > 0 for name in kept)
     open_store().get("a")
     assert all(server.call("PTTL", name) == -1 for name in kept)
@@ -95,15 +130,32 @@ def test_without_a_time_values_stay(open_store: Open, server: RedisClient) -> No
 # --- what the server takes ----------------------------------------------------------------------
 
 
+def test_values_in_pieces_are_read(open_store: Open, server: RedisClient) -> None:
+    """Written by an older version: found, listed, read, explained and deleted as any other."""
+    lay_out_pieces(server)
+    looking, store = open_store(read_only=True), open_store()
+    for at in (looking, store):
+        assert content(at, ["a", "b", "c"]) == [VALUE, b"", None]
+        assert found(at, "parent", "p") == found(at, "text", "t") == ["a"]
+        assert [at.has(key) for key in "abc"] == [at.touch(key) for key in "abc"]
+        assert [(entry.note, entry.n_bytes) for entry in at.entries()] == [
+            (NOTE, 100),
+            ({"n": 7}, 0),
+        ]
+    assert store.put("a", [VALUE])
+    assert len(names(server, "piece:")) == 4
+    assert [store.delete(key) for key in "abc"] == [True, True, False]
+    assert names(server) == []
+
+
 @pytest.mark.parametrize("lost", range(5))
-def test_a_value_that_lacks_anything_is_none(
+def test_a_value_that_lacks_a_piece_is_none(
     open_store: Open, server: RedisClient, lost: int
 ) -> None:
-    """Its head or a piece: what remains of it goes, and it can be put again."""
+    """Or its head: what remains of it goes, and it can be put again."""
+    lay_out_pieces(server)
     store = open_store()
-    store.put("a", [VALUE])
-    found = [*names(server, "head:"), *names(server, "piece:")]
-    server.call("UNLINK", found[lost])
+    server.call("UNLINK", [*names(server, "head:a"), *names(server, "piece:")][lost])
     assert not store.has("a")
     assert store.get("a") is None
     assert store.why_absent("a") == "evicted"
@@ -114,41 +166,50 @@ def test_a_value_that_lacks_anything_is_none(
 
 
 def test_putting_replaces_what_lacks_a_piece(open_store: Open, server: RedisClient) -> None:
+    lay_out_pieces(server)
     store = open_store()
-    store.put("a", [VALUE])
     server.call("UNLINK", names(server, "piece:")[2])
     assert store.put("a", [VALUE])
     assert content(store, ["a"]) == [VALUE]
-    assert len(names(server, "piece:")) == 4
+    assert names(server, "piece:") == []
 
 
 @pytest.mark.parametrize("bit", range(0, 240, 7))
-def test_damaged_pieces_are_noticed(open_store: Open, server: RedisClient, bit: int) -> None:
+def test_damaged_values_are_noticed(
+    open_store: Open, server: RedisClient, layout: str, bit: int
+) -> None:
     """Flipped, cut or longer."""
     store = open_store()
-    store.put("a", [VALUE])
-    piece = names(server, "piece:")[bit % 4]
-    data = bytearray(server.call("GET", piece))
-    data[bit // 8 % len(data)] ^= 1 << bit % 8
-    changed = (bytes(data), bytes(data[:-1]), bytes(data) + b"?")[bit % 3]
-    server.call("SET", piece, changed)
+
+    def changed(data: bytearray) -> bytes:
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+        return (bytes(data), bytes(data[:-1]), bytes(data) + b"?")[bit % 3]
+
+    if layout == "whole":
+        where = ("kvcellar:head:a", "value")
+        server.call("HSET", *where, changed(bytearray(server.call("HGET", *where))))
+    else:
+        piece = names(server, "piece:")[bit % 4]
+        server.call("SET", piece, changed(bytearray(server.call("GET", piece))))
+    assert open_store(read_only=True).get("a") is None
+    assert len(names(server, "head:")) == 1
     assert store.get("a") is None
     assert names(server, "head:") == names(server, "piece:") == []
+    assert store.put("a", [VALUE])
+    assert content(store, ["a"]) == [VALUE]
 
 
-@pytest.mark.parametrize("field", ["generation", "n_pieces", "n_bytes", "digest", "note"])
+@pytest.mark.parametrize("field", ["generation", "n_pieces", "n_bytes", "digest", "note", "used"])
 @pytest.mark.parametrize("found", ["", "7", "-1", "9" * 30, "\udcff", "../x"])
 def test_damaged_heads_raise_nothing_unnamed(
-    open_store: Open, server: RedisClient, field: str, found: str
+    open_store: Open, server: RedisClient, layout: str, field: str, found: str
 ) -> None:
     store = open_store()
-    store.put("a", [VALUE])
     server.call("HSET", "kvcellar:head:a", field, found.encode(errors="surrogateescape"))
-    assert content(store, ["a"]) == [VALUE if field == "note" else None]
     assert all(entry.key == "a" for entry in store.entries())
-
-
-NOTE: Note = {"parent": "p", "text": "t"}
+    harmless = ("note", "used") + (("n_pieces",) if layout == "whole" else ())
+    assert content(store, ["a"]) == [VALUE if field in harmless else None]
+    assert all(entry.key == "a" for entry in store.entries())
 
 
 def test_what_the_server_took_is_not_found(open_store: Open, server: RedisClient) -> None:
@@ -190,7 +251,7 @@ def test_sets_go_with_what_they_hold(open_store: Open, server: RedisClient) -> N
 
 def test_a_server_with_too_little_memory(start_redis: StartRedis) -> None:
     """It refuses; what was there can still be read and deleted."""
-    store = RedisStore(start_redis("--maxmemory", "6mb"), piece_bytes=1 << 18)
+    store = RedisStore(start_redis("--maxmemory", "6mb"))
     value = value_of("a", 1 << 20)
     store.put("a", [value])
     assert "maxmemory" in refusal(StoreError, lambda: store.put("b", [bytes(16 << 20)]))
@@ -213,12 +274,12 @@ def test_reading_goes_on_when_memory_is_full(start_redis: StartRedis) -> None:
 
 
 def test_a_server_that_evicts(start_redis: StartRedis) -> None:
-    """Single pieces, of anything: every value is whole or none."""
+    """Anything: every value is whole or none."""
     options = ("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random")
-    store = RedisStore(start_redis(*options), piece_bytes=1 << 17)
+    store = RedisStore(start_redis(*options))
     keys, reasons = [f"k{i}" for i in range(40)], set()
     for key in keys:
-        with suppress(StoreError):  # a piece was taken before the last was there
+        with suppress(StoreError):  # the server lacks memory for the moment
             store.put(key, [value_of(key, 1 << 19)])
     for key, value in zip(keys, content(store, keys), strict=True):
         assert value in (None, value_of(key, 1 << 19))
@@ -232,16 +293,23 @@ def test_a_server_that_evicts(start_redis: StartRedis) -> None:
 
 
 class Overtaken:
-    """A client that lets others act, once, before a command whose text holds a word."""
+    """A client that lets others act, once, before commands whose text holds a word."""
 
     def __init__(self, client: RedisClient, word: str, act: Callable[[], object]) -> None:
         self.client, self.word, self.act = client, word, act
 
     def call(self, *command: Any) -> Any:
-        if self.word in str(command):
+        self._look(str(command))
+        return self.client.call(*command)
+
+    def calls(self, *commands: Any, atomic: bool = False) -> list[Any]:
+        self._look(str(commands))
+        return self.client.calls(*commands, atomic=atomic)
+
+    def _look(self, text: str) -> None:
+        if self.word in text:
             self.word = "\0"
             self.act()
-        return self.client.call(*command)
 
     def close(self) -> None:
         self.client.close()
@@ -251,48 +319,49 @@ def overtake(store: RedisStore, word: str, act: Callable[[], object]) -> None:
     store._client = Overtaken(store._client, word, act)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("word", ["SET", ":2", "entered"])
+@pytest.mark.parametrize("word", ["EVAL", "'value', b"])
 def test_two_writers_of_one_key(open_store: Open, server: RedisClient, word: str) -> None:
-    """One of them counts, and no piece of the other is left."""
-    one, two = open_store(), open_store()
-    overtake(one, word, lambda: two.put("a", [VALUE]))
-    assert one.put("a", [VALUE])
-    assert content(one, ["a"]) == [VALUE]
-    assert len(names(server, "piece:")) == 4
+    """One of them counts, as a whole: they may have compressed it in different ways."""
+    one, two, other = open_store(), open_store(), VALUE + b"differently"
+    overtake(one, word, lambda: two.put("a", [other], NOTE))
+    assert one.put("a", [VALUE], NOTE)
+    assert content(one, ["a"]) == [other if word == "EVAL" else VALUE]
+    assert found(one, "parent", "p") == ["a"]
+    assert one.delete("a")
+    assert names(server) == []
 
 
 @pytest.mark.parametrize("put_again", [False, True])
-@pytest.mark.parametrize("piece", range(4))
+@pytest.mark.parametrize("word", ["HMGET", ":3"])
 def test_a_reader_is_overtaken(
-    open_store: Open, server: RedisClient, piece: int, put_again: bool
+    open_store: Open, server: RedisClient, word: str, put_again: bool
 ) -> None:
     """By one who deletes what it reads, and perhaps puts it again: whole, or none."""
+    lay_out_pieces(server)
     one, two = open_store(), open_store()
-    one.put("a", [VALUE])
 
     def act() -> None:
         two.delete("a")
         if put_again:
             two.put("a", [VALUE])
 
-    overtake(one, f":{piece}", act)
+    overtake(one, word, act)
     assert content(one, ["a"]) == [VALUE if put_again else None]
-    assert len(names(server, "piece:")) == 4 * put_again
+    assert names(server, "piece:") == []
+    assert two.has("a") == put_again
 
 
-@pytest.mark.parametrize("word", [":0", ":3", "entered"])
-def test_a_writer_that_dies_is_never_seen(open_store: Open, server: RedisClient, word: str) -> None:
-    """Its pieces vanish by themselves."""
+def test_a_writer_that_dies_is_never_seen(open_store: Open, server: RedisClient) -> None:
     store, other = open_store(), open_store()
 
     def die() -> None:
         store._client.close()
         raise ConnectionAbortedError
 
-    overtake(store, word, die)
+    overtake(store, "'value', b", die)
     refusal(ConnectionAbortedError, lambda: store.put("a", [VALUE]))
     assert (other.get("a"), other.has("a"), order(other)) == (None, False, [])
-    assert all(0 < server.call("TTL", name) <= 600 for name in names(server))
+    assert names(server) == []
     assert other.put("a", [VALUE])
     assert content(other, ["a"]) == [VALUE]
 
@@ -305,18 +374,26 @@ def test_a_put_whose_answer_is_lost(
 
     def lose_once(self: Any, *args: Any, **options: Any) -> Any:
         answer = read(self, *args, **options)
-        if answer == b"entered" and not lost:
+        if isinstance(answer, list) and not lost:  # of the transaction
             lost.append(answer)
             self.disconnect()
             raise redis.ConnectionError
         return answer
 
     monkeypatch.setattr(redis.Connection, "read_response", lose_once)
-    assert store.put("a", [VALUE])
-    assert lost == [b"entered"]
+    assert store.put("a", [VALUE], NOTE)
+    assert len(lost) == 1
     assert store.has("a")
     assert content(store, ["a"]) == [VALUE]
-    assert len(names(server, "piece:")) == 4
+    assert found(store, "parent", "p") == ["a"]
+    assert len(names(server)) == 4
+
+
+def test_what_redis_cannot_hold_is_refused(open_store: Open, server: RedisClient) -> None:
+    store, large = open_store(), np.zeros((512 << 20) + 1, np.uint8)
+    message = refusal(StoreError, lambda: store.put("a", [large.data]))
+    assert message == "a has 536870913 bytes: Redis takes at most 536870912 a value"
+    assert names(server) == []
 
 
 def test_prefixes_keep_stores_apart(open_store: Open) -> None:
@@ -350,8 +427,8 @@ def test_passwords_are_not_shown(start_redis: StartRedis) -> None:
         assert without_secrets(odd) == "redis://..."
 
 
-def test_looking_is_no_use(open_store: Open, server: RedisClient) -> None:
-    open_store(ttl_s=100).put("a", [VALUE])
+def test_looking_is_no_use(open_store: Open, server: RedisClient, layout: str) -> None:
+    open_store(ttl_s=100).touch("a")
     looking = open_store(read_only=True)
     names_before = {name: server.call("PEXPIRETIME", name) for name in names(server)}
     before = list(looking.entries())
@@ -361,10 +438,11 @@ def test_looking_is_no_use(open_store: Open, server: RedisClient) -> None:
     assert {name: server.call("PEXPIRETIME", name) for name in names(server)} == names_before
     for work in (lambda: looking.put("b", [VALUE]), lambda: looking.delete("a")):
         assert "read-only" in refusal(StoreError, work)
-    server.call("DEL", names(server, "piece")[0])
-    assert looking.get("a") is None
-    assert [entry.key for entry in looking.entries()] == ["a"]  # whoever may write drops it
     assert looking.get("b") is None
+    if layout == "in pieces":
+        server.call("DEL", names(server, "piece")[0])
+        assert looking.get("a") is None
+        assert [entry.key for entry in looking.entries()] == ["a"]  # whoever may write drops it
 
 
 def test_a_server_that_goes_away() -> None:
@@ -391,7 +469,6 @@ def test_bad_arguments_are_refused(redis_url: str) -> None:
     for ttl in (0, 0.0001, -1, MAX_AGE_S + 1, 1e300, float("inf"), float("nan")):
         message = refusal(OptionError, lambda t=ttl: RedisStore(redis_url, ttl_s=t))  # type: ignore[misc]
         assert message == f"ttl_s {ttl}: give seconds, from 0.001 to 3153600000, or None"
-    assert "piece_bytes 0" in refusal(OptionError, lambda: RedisStore(redis_url, piece_bytes=0))
     for url in ("http://x", "redis://[", "redis://host:port"):
         refusal(OptionError, lambda u=url: RedisStore(u))  # type: ignore[misc]
 

@@ -49,7 +49,7 @@ def pick(rows: RowBytes, cells: Cells) -> RowBytes:
     """The rows of some of the cells; those of neighbours are views."""
     if not isinstance(cells, slice) and len(cells):
         cells = as_cells(cells)
-    return RowBytes(tuple(k[cells] for k in rows.k), tuple(v[cells] for v in rows.v))
+    return RowBytes(tuple([k[cells] for k in rows.k]), tuple([v[cells] for v in rows.v]))
 
 
 def _is_between(group: CellData, lo: int, hi: int) -> bool:
@@ -119,7 +119,7 @@ def _join_cells(pieces: Sequence[CellData], window: int) -> CellData:
         positions=text[0, n_slid:],
         tokens=text[1, n_slid:],
         owners=np.stack((np.arange(n), np.zeros(n, np.int64))),
-        rows=pick(rows, slice(n_rows - n, n_rows)),
+        rows=rows if n == n_rows else pick(rows, slice(n_rows - n, n_rows)),
         evicted=(text[:, :n_slid],),
     )
     return trimmed(whole, window) if window else whole
@@ -146,21 +146,18 @@ def _in_order(piece: CellData) -> Cells:
 
 
 def _chain(pieces: Sequence[RowBytes]) -> RowBytes:
-    k = zip(*(rows.k for rows in pieces), strict=True)
-    v = zip(*(rows.v for rows in pieces), strict=True)
+    k = zip(*[rows.k for rows in pieces], strict=True)
+    v = zip(*[rows.v for rows in pieces], strict=True)
     return RowBytes(tuple(map(np.concatenate, k)), tuple(map(np.concatenate, v)))
 
 
 def _shape(piece: SequenceData) -> object:
     """What all pieces have to have in common."""
-    rows = [tuple(map(_width, (*group.rows.k, *group.rows.v))) for group in piece.groups]
-    layers = [(len(group.rows.k), len(group.rows.v)) for group in piece.groups]
-    states = None if piece.states is None else piece.states.states.shape[1:]
-    return rows, layers, states
-
-
-def _width(rows: ByteArray) -> tuple[int, ...]:
-    return rows.shape[1:]
+    rows = [
+        ([k.shape[1:] for k in group.rows.k], [v.shape[1:] for v in group.rows.v])
+        for group in piece.groups
+    ]
+    return rows, None if piece.states is None else piece.states.states.shape[1:]
 
 
 def _require_contiguous(positions: Int32Array) -> None:

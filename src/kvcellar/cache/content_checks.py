@@ -29,7 +29,8 @@ def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec])
         SnapshotMismatch: it has another shape.
         SnapshotFileError: it contradicts itself.
     """
-    _require(0 <= content.start < MAX_POSITION, f"it begins at {content.start}")
+    if not 0 <= content.start < MAX_POSITION:
+        raise _contradiction(f"it begins at {content.start}")
     groups = [spec for spec in specs if isinstance(spec, CacheSpec)]
     states = [spec for spec in specs if isinstance(spec, StateSpec)]
     if len(groups) != len(content.groups):
@@ -40,8 +41,6 @@ def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec])
         _check_group(group, spec, content.n_seqs)
     if content.states is not None:
         _check_states(content.states, states[0], content.n_seqs)
-        if content.start == 0:
-            _check_shared(content.states)
     _check_agreement(content)
 
 
@@ -50,13 +49,15 @@ def _check_group(group: CellData, spec: CacheSpec, n_seqs: int) -> None:
     n = len(group.positions)
     _check_rows(group.rows, spec, n)
     _check_owners(group.owners, n, n_seqs)
-    _require(len(group.evicted) == n_seqs, "it does not say of each sequence what slid out")
+    if len(group.evicted) != n_seqs:
+        raise _contradiction("it does not say of each sequence what slid out")
     for evicted in group.evicted:
         _check_slid(evicted)
     for one in group.checkpoints:
         _check_window(one, spec, n_seqs)
     ends = [(owner, int(one.positions[-1])) for one in group.checkpoints for owner in one.owners]
-    _require(len(set(ends)) == len(ends), "two checkpoints of a sequence end at one position")
+    if len(set(ends)) != len(ends):
+        raise _contradiction("two checkpoints of a sequence end at one position")
 
 
 def _check_window(one: WindowData, spec: CacheSpec, n_seqs: int) -> None:
@@ -71,18 +72,24 @@ def _check_window(one: WindowData, spec: CacheSpec, n_seqs: int) -> None:
 
 
 def _check_texts(what: str, positions: AnyArray, tokens: AnyArray) -> None:
-    _require(_is_ints(positions) and _is_ints(tokens), f"{what}: positions or tokens are no ints")
-    _require(positions.shape == tokens.shape, f"{what}: not as many tokens as positions")
+    if not (positions.dtype == tokens.dtype == np.int32 and positions.ndim == tokens.ndim == 1):
+        raise _contradiction(f"{what}: positions or tokens are no ints")
+    if positions.shape != tokens.shape:
+        raise _contradiction(f"{what}: not as many tokens as positions")
     if len(positions):
-        _require(int(positions.min()) >= 0, f"{what}: position {positions.min()}")
-        _require(int(positions.max()) < MAX_POSITION, f"{what}: position {positions.max()}")
-        _require(int(tokens.min()) >= -1, f"{what}: token {tokens.min()}")
+        for bad in (int(positions.min()), int(positions.max())):
+            if not 0 <= bad < MAX_POSITION:
+                raise _contradiction(f"{what}: position {bad}")
+        if int(tokens.min()) < -1:
+            raise _contradiction(f"{what}: token {tokens.min()}")
 
 
 def _check_slid(evicted: AnyArray) -> None:
-    _require(evicted.ndim == 2 and len(evicted) == 2, "what slid out is not positions over tokens")
+    if evicted.ndim != 2 or len(evicted) != 2:
+        raise _contradiction("what slid out is not positions over tokens")
     _check_texts("what slid out", evicted[0], evicted[1])
-    _require(bool((np.diff(evicted[0]) >= 0).all()), "positions of what slid out descend")
+    if (np.diff(evicted[0]) < 0).any():
+        raise _contradiction("positions of what slid out descend")
 
 
 def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
@@ -94,22 +101,28 @@ def _check_rows(rows: RowBytes, spec: CacheSpec, n: int) -> None:
             ("K", rows.k[i], spec.type_k, layer.n_embd_k),
             ("V", rows.v[i], spec.type_v, layer.n_embd_v),
         ):
-            _require(part.dtype == np.uint8 and part.ndim == 2, f"rows of {name} are no bytes")
-            _require(len(part) == n, f"{len(part)} rows of {name} for {n} cells")
+            if part.dtype != np.uint8 or part.ndim != 2:
+                raise _contradiction(f"rows of {name} are no bytes")
+            if len(part) != n:
+                raise _contradiction(f"{len(part)} rows of {name} for {n} cells")
             if part.shape[1] != (row_bytes := kind.row_bytes(width)):
                 what = f"bytes a row of {name} in layer {i}"
                 raise SnapshotMismatch(what, part.shape[1], row_bytes)
 
 
 def _check_owners(owners: AnyArray, n: int, n_seqs: int) -> None:
-    _require(owners.ndim == 2 and len(owners) == 2, "owners are not cells over sequences")
-    _require(owners.dtype == np.int64, "owners are no ints")
+    if owners.ndim != 2 or len(owners) != 2:
+        raise _contradiction("owners are not cells over sequences")
+    if owners.dtype != np.int64:
+        raise _contradiction("owners are no ints")
     for what, numbers, end in (("cell", owners[0], n), ("sequence", owners[1], n_seqs)):
         bad = numbers[(numbers < 0) | (numbers >= end)]
-        _require(len(bad) == 0, f"an owner of {what} {bad[:1].tolist()}, of {end}")
-    pairs = np.unique(owners[0] * n_seqs + owners[1])
-    _require(len(pairs) == owners.shape[1], "a cell has an owner twice")
-    _require(len(np.unique(owners[0])) == n, "a cell has no owner")
+        if len(bad):
+            raise _contradiction(f"an owner of {what} {bad[:1].tolist()}, of {end}")
+    if len(np.unique(owners[0] * n_seqs + owners[1])) != owners.shape[1]:
+        raise _contradiction("a cell has an owner twice")
+    if len(np.unique(owners[0])) != n:
+        raise _contradiction("a cell has no owner")
 
 
 def _check_states(content: StateData, spec: StateSpec, n_seqs: int) -> None:
@@ -138,16 +151,6 @@ def _check_held(held: SequenceStateData, n_states: int) -> None:
     _require(all(0 <= row < n_states for row in rows), "there is no such state")
 
 
-def _check_shared(content: StateData) -> None:
-    """See that whoever refers to a state has told it the same."""
-    texts: dict[int, bytes] = {}
-    for held in content.held:
-        if held is not None:
-            for n, state in ((len(held.tokens), held.state), *held.checkpoints):
-                text = held.tokens[:n].tobytes()
-                _require(texts.setdefault(state, text) == text, "a state is of two texts")
-
-
 def _check_agreement(content: SequenceData) -> None:
     """See that all parts know sequences up to the same position, and windows nothing behind it."""
     for seq in range(content.n_seqs):
@@ -158,15 +161,18 @@ def _check_agreement(content: SequenceData) -> None:
             held = content.states.held[seq]
             ends.add(-1 if held is None else int(held.positions[-1]))
             _require(held is None or held.positions[0] >= content.start, "it begins too early")
-        _require(len(ends) < 2, f"the parts end sequence {seq} at different positions")
+        if len(ends) > 1:
+            raise _contradiction(f"the parts end sequence {seq} at different positions")
 
 
 def _check_text(group: CellData, seq: int, start: int) -> int:
     """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
     text, n_slid = group.text_of(seq), group.evicted[seq].shape[1]
     n = text.shape[1]
-    _require(n_slid == 0 or (n_slid < n and bool(text[0][n_slid - 1] <= text[0][n_slid])), _BEHIND)
-    _require(n == 0 or int(text[0][0]) >= start, "it begins too early")
+    if n_slid and (n_slid == n or text[0][n_slid - 1] > text[0][n_slid]):
+        raise _contradiction("what slid out is not behind")
+    if n and int(text[0][0]) < start:
+        raise _contradiction("it begins too early")
     for one in group.checkpoints:
         if seq in one.owners:
             kept = np.concatenate((one.evicted, np.stack((one.positions, one.tokens))), axis=1)
@@ -176,18 +182,15 @@ def _check_text(group: CellData, seq: int, start: int) -> int:
     return int(text[0][-1]) if n else -1
 
 
-_BEHIND = "what slid out is not behind"
-
-
 def _in_order(text: Int32Array) -> Int32Array:
     """Positions over tokens, sorted; where positions are equal, cells have no order."""
     return text[:, np.lexsort((text[1], text[0]))]
 
 
-def _is_ints(values: AnyArray) -> bool:
-    return values.dtype == np.int32 and values.ndim == 1
-
-
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
+        raise _contradiction(what)
+
+
+def _contradiction(what: str) -> SnapshotFileError:
+    return SnapshotFileError(f"the snapshot contradicts itself: {what}")

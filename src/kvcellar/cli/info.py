@@ -1,23 +1,61 @@
-"""``kvcellar info``: a model's properties and the size of its cache."""
+"""``kvcellar info``: a model's properties and the size of its cache, or the environment."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, show
-from kvcellar.cli.options import AsJson, ModelName
+from kvcellar.cli.options import MODEL_HELP, AsJson
 from kvcellar.cli.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvcellar.cli.environment import Environment
     from kvcellar.cli.model_info import ModelInfo
 
+OptionalModel = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ShowEnvironment = Annotated[
+    bool,
+    typer.Option(
+        "--environment",
+        help="Show versions, processor, memory, libggml and kernels, for a bug report.",
+    ),
+]
 
-def info(model: ModelName, as_json: AsJson = False) -> None:
-    """Show a model's properties, the cache of each layer, and how many cells fit in memory."""
+
+def info(
+    model: OptionalModel = None, environment: ShowEnvironment = False, as_json: AsJson = False
+) -> None:
+    """Show a model's properties, the cache of each layer, and how many cells fit in memory.
+
+    With --environment: show what kvcellar runs on.
+    """
+    if (model is not None) == environment:
+        raise typer.BadParameter("name a model, or give --environment", param_hint="MODEL")
+    if model is None:
+        _show_environment(as_json)
+    else:
+        _show_model(model, as_json)
+
+
+def _show_environment(as_json: bool) -> None:
+    from kvcellar.cli.environment import Environment
+
+    found = Environment.current()
+    if as_json:
+        print_json(asdict(found))
+        return
+    for name, value in _environment_rows(found):
+        print(f"{name:<20}{value}")
+
+
+def _show_model(model: str, as_json: bool) -> None:
     from kvcellar.cli.model_info import read_model_info
     from kvcellar.runtime.demo import find_model
 
@@ -31,6 +69,40 @@ def info(model: ModelName, as_json: AsJson = False) -> None:
         show(console, "", _layer_table(found))
     if found.kv_types:
         show(console, "", _kv_table(found))
+
+
+def _environment_rows(found: Environment) -> Iterator[tuple[str, str]]:
+    """Lines that stand alone: a report is pasted, so nothing is wrapped or coloured."""
+    yield "kvcellar", found.kvcellar
+    yield "Python", found.python
+    yield "system", found.system
+    yield "processor", found.processor
+    yield "features", _listed(found.processor_features, unknown="llvmlite would tell")
+    yield "usable processors", str(found.usable_cpus)
+    total, free = map(_bytes_or_unknown, (found.memory_total, found.memory_available))
+    yield "memory", f"{total}, {free} available"
+    for name, version in found.packages.items():
+        yield name, version or "not installed"
+    if found.libggml is None:
+        yield "libggml", f"cannot be loaded: {found.libggml_problem}"
+    else:
+        yield "libggml", f"{found.libggml} from {found.libggml_origin}"
+        yield "libggml built for", _listed(found.libggml_features)
+    yield "attention kernel", _on(found.why_no_attention_kernel)
+    yield "product kernels", _on(found.why_no_product_kernels)
+    yield from found.variables.items()
+
+
+def _listed(names: Sequence[str] | None, unknown: str = "") -> str:
+    return f"unknown ({unknown})" if names is None else ", ".join(names) or "none that matter"
+
+
+def _bytes_or_unknown(n: int | None) -> str:
+    return "unknown" if n is None else human_bytes(n)
+
+
+def _on(why_not: str | None) -> str:
+    return "on" if why_not is None else f"off: {why_not}"
 
 
 def _facts(found: ModelInfo) -> Table:

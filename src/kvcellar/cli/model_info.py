@@ -14,7 +14,7 @@ from pathlib import Path
 from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.memory import available_bytes
 from kvcellar.errors import UnsupportedModel
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.types import KVType, LayerMemory, LayerSpec, StateSpec
 

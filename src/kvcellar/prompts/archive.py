@@ -1,4 +1,4 @@
-"""Blocks of a text in one file, to be moved from one store to another.
+"""Move the blocks of a text from one store to another, in one file.
 
 The file is an uncompressed zip::
 
@@ -7,9 +7,9 @@ The file is an uncompressed zip::
     index.json             {"format": "kvcellar-prompts", "version": 1, "entries": [
                               {"key": …, "note": {…}, "n_bytes": …, "hash": …}, …]}
 
-Nothing of it is trusted: no name in it becomes a path, nothing in it is larger than the file, and
-it is checked as a whole before any of it goes into a store. What cannot be checked is whether K
-and V are those of the tokens; so it has to come from somebody whose results one would use.
+The file is not trusted: no name in it becomes a path, nothing in it is larger than the file, and
+all of it is checked before any of it goes into a store. Whether K and V are those of the tokens
+cannot be checked, so import only files from people whose results you would use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import xxhash
 from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
 from kvcellar.prompts.blocks import check_block
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.stores.base import Buffer, Entry, Note, Store, check_key, encode_note
+from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, encode_note
 
 FORMAT, VERSION = "kvcellar-prompts", 1
 _INDEX = "index.json"
@@ -50,13 +50,13 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What came of the blocks of a file, as it is when all were put.
+    """What became of the blocks of a file, once all were put.
 
     Attributes:
-        n_new: how many came and are there.
-        n_held: how many were there before and still are.
-        n_lost: how many are not there, because the store has no room for all.
-        n_bytes: what the new ones take.
+        n_new: blocks that were put and are there.
+        n_held: blocks that were there before and still are.
+        n_lost: blocks that are not there, because the store has no room for all.
+        n_bytes: bytes of the new ones.
     """
 
     n_new: int
@@ -74,11 +74,11 @@ class _Item:
 
 
 def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
-    """Write blocks that follow each other, from the first of their text on; returns the bytes.
+    """Write consecutive blocks, from the first of their text on; return the bytes of the file.
 
     Raises:
-        SnapshotFileError: one is damaged or gone, or the file cannot be written; then what was
-            there is as it was.
+        SnapshotFileError: a block is damaged or gone, or the file cannot be written; an older file
+            is as it was.
     """
     with replacing(path) as beside:
         _write(store, blocks, beside)
@@ -86,10 +86,10 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
 
 
 def check_export(path: Path) -> None:
-    """See that a file can be imported, all of it, before there is a store to put it into.
+    """Check that all of a file can be imported, before there is a store to put it into.
 
     Raises:
-        SnapshotFileError: the file is damaged, or none of ours.
+        SnapshotFileError: the file is damaged, or no export.
         LibraryError: values are compressed by a library that is not installed.
     """
     with _opened(path) as archive:
@@ -99,32 +99,32 @@ def check_export(path: Path) -> None:
 def import_blocks(store: Store, path: Path) -> Imported:
     """Put the blocks of a file into a store, under their keys and with their notes.
 
-    They go in from the last to the first, and those that are there count as used, so what a store
-    drops for want of room is the end of the text: a beginning is of use without it.
+    Blocks go in from the last to the first, and those that are there are touched, so a store that
+    runs out of room drops the end of the text.
 
     Raises:
-        SnapshotFileError: the file is damaged, or none of ours; nothing was put.
-        StoreError: a block does not go in; names it, and how many did.
+        SnapshotFileError: the file is damaged, or no export; nothing was put.
+        StoreError: a block cannot be put; the message names it, and how many were.
     """
     with _opened(path) as archive:
         items = _checked(archive, path)
-        came: list[_Item] = []
+        put: list[_Item] = []
         for i, item in reversed(list(enumerate(items))):
             if not store.touch(item.key):
-                _put(store, item, _value(archive, i, item), f"{len(came)} of {len(items)} went in")
-                came.append(item)
+                _put(store, item, _value(archive, i, item), f"{len(put)} of {len(items)} went in")
+                put.append(item)
         there = {item.key for item in items if store.has(item.key)}
-    new = [item for item in came if item.key in there]
+    new = [item for item in put if item.key in there]
     n_bytes = sum(item.n_bytes for item in new)
     return Imported(len(new), len(there) - len(new), len(items) - len(there), n_bytes)
 
 
-def _put(store: Store, item: _Item, value: Buffer, so_far: str) -> None:
+def _put(store: Store, item: _Item, value: BytesLike, so_far: str) -> None:
     try:
-        kept = store.put(item.key, [value], item.note)
+        fits = store.put(item.key, [value], item.note)
     except StoreError as error:
         raise StoreError(f"block {item.key}: {error}; {so_far}") from error
-    if not kept:
+    if not fits:
         raise StoreError(f"block {item.key} alone exceeds the store's budget; {so_far}")
 
 
@@ -168,7 +168,7 @@ def _hash(data: bytes) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The file; whatever reading it raises is an error of the file."""
+    """Open the file; whatever reading it raises becomes an error of the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
@@ -185,7 +185,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
-    """What the index lists, after every value was read."""
+    """Read every value and return what the index lists."""
     items = _items(archive, path.stat().st_size)
     for i, item in enumerate(items):
         value = _value(archive, i, item)
@@ -197,7 +197,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
 
 
 def _items(archive: zipfile.ZipFile, n_file_bytes: int) -> list[_Item]:
-    """What the index lists, if the file has exactly that."""
+    """Return what the index lists, if the file holds exactly that."""
     found = json.loads(_member(archive, _INDEX, _MAX_INDEX))
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise SnapshotFileError("this is no export of a prompt cache")
@@ -227,7 +227,7 @@ def _item(found: Any) -> _Item:
 
 
 def _check_chain(items: list[_Item]) -> None:
-    """Blocks have to follow each other, or what is imported could never be found."""
+    """Refuse blocks that do not follow each other: nothing could find them."""
     if items[0].note.get("start") != 0:
         raise SnapshotFileError(f"block {items[0].key} does not begin its text")
     for before, item in pairwise(items):
@@ -243,7 +243,7 @@ def _value(archive: zipfile.ZipFile, i: int, item: _Item) -> bytes:
 
 
 def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
-    """A file in it, which lies there as it is and has at most so many bytes."""
+    """Read a file in the archive, which must be uncompressed and of at most ``most`` bytes."""
     info = archive.getinfo(name)
     plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
     if not plain or not 0 <= info.file_size <= most:

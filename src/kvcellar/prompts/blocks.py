@@ -1,24 +1,23 @@
-"""A text in blocks, as a cache of prompts keeps it: their keys, and what one of them holds.
+"""Cut a text into blocks: their keys, and what one of them holds.
 
-Names for what is computed from tokens: the same text, model and salt have the same key anywhere.
+The key of a block is a hash of its tokens and of the key before it; the first one follows a hash of
+the fingerprint, the block size and the salt. So a key stands for the whole text up to the end of
+its block, the same text has the same keys anywhere, and two texts share the keys of exactly the
+blocks that they begin with.
 
-A text is cut into blocks of equally many tokens. The key of a block is a hash of its tokens and of
-the key of the block before it; the first one follows a hash of the fingerprint and the salt. So a
-key stands for the whole text up to the end of its block, and two texts share the keys of exactly
-the blocks that they begin with.
-
-Whether a value is the block of a text that its key and its note say it is.
+A value is a snapshot of one block. It comes from a store that others write to, so it is checked
+against its key before it is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData, join, n_kept
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get
@@ -29,8 +28,8 @@ from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
-from kvcellar.stores.base import Buffer, Note
-from kvcellar.types import CacheSpec, StateSpec
+from kvcellar.stores.base import BytesLike, Note
+from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -39,13 +38,123 @@ if TYPE_CHECKING:
 VERSION = b"kvcellar-prompt-1"
 
 
+class Blocks:
+    """The whole blocks of a text, for one context.
+
+    Attributes:
+        tokens: the text.
+        keys: one for each whole block.
+        stored_as: see :class:`BlockFormat`.
+    """
+
+    def __init__(self, context: Context, form: BlockFormat, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.keys = block_keys(form.root, tokens, form.size)
+        self.stored_as = form.stored_as
+        self._context, self._form = context, form
+
+    def block(self, i: int) -> BlockRef:
+        """Describe a block, for its note or to explain why it is missing."""
+        form = self._form
+        return BlockRef(
+            key=self.keys[i],
+            parent=self.keys[i - 1] if i else form.root,
+            start=i * form.size,
+            tokens=self._tokens_of(i),
+            text=self._texts[i],
+            model=str(form.fingerprint["weights"])[:16],
+        )
+
+    def export(self, sequence: Text, i: int) -> bytes:
+        """Return a block of a sequence that holds the text, as a value to be stored.
+
+        Raises:
+            NotSupported: the cache has states or windows, and none where the block ends.
+        """
+        context, start, how = self._context, i * self._form.size, self._form.how
+        ids, stop = [sequence.seq_id], start + self._form.size
+        content = state_get(context.cache, ids, start, stop, checkpoints=False)
+        snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
+        return to_bytes(to_arrays(stored(context, snapshot, how)), compress=how.compress)
+
+    def read(self, i: int, value: BytesLike) -> SequenceData:
+        """Read what :meth:`export` returned; K and V stay in the types they were stored in.
+
+        Raises:
+            SnapshotError: the value is damaged, or another block.
+        """
+        content, expected = snapshot_from(value).content, self._tokens_of(i)
+        check_content(content, self._form.specs)
+        is_same = tokens_of(content) in (None, expected) and np.isin(_tokens(content), expected)
+        if content.n_seqs != 1 or content.start != i * self._form.size or not np.all(is_same):
+            raise SnapshotFileError("the block holds another text than its key says")
+        if content.has_evicted and self._form.is_complete:
+            raise SnapshotFileError("the block lacks rows that it should have")
+        return content
+
+    def joined(self, pieces: Sequence[SequenceData]) -> SequenceData:
+        """Join blocks from the first one on, in the types of the context."""
+        context, form = self._context, self._form
+        joined = join(pieces, form.windows)
+        if not form.stored_as:
+            return joined
+        snapshot, specs = Snapshot(form.fingerprint, joined, ()), context.memory_spec.groups
+        return converted(snapshot, specs, context.model.convert_rows).content
+
+    def _tokens_of(self, i: int) -> list[int]:
+        return self.tokens[i * self._form.size : (i + 1) * self._form.size]
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return block_keys(self._form.text_root, self.tokens, self._form.size)
+
+
+class BlockFormat:
+    """How the blocks of a context are named, stored and checked, whatever text they are of.
+
+    Attributes:
+        size: tokens of a block.
+        how: the types in which K and V are stored, and whether they are compressed.
+        fingerprint: that of the context, with these types.
+        stored_as: a digest of the fingerprint, "" if the context itself has these types.
+        specs: the shapes of a block's parts.
+        windows: how many tokens a token attends to in each group of K and V; 0: all.
+        is_complete: whether a block has all its rows.
+        root: the key before the first block.
+        text_root: the same for keys that do not depend on the model.
+    """
+
+    def __init__(self, context: Context, size: int, cache_salt: str, how: SaveOptions) -> None:
+        memory = context.memory_spec
+        groups = [as_type(spec, how) for spec in memory.groups]
+        self.size, self.how = size, how
+        self.specs: list[CacheSpec | StateSpec] = [
+            *groups,
+            *([] if memory.states is None else [memory.states]),
+        ]
+        self.fingerprint = stored_fingerprint(context, how)
+        named = digest(self.fingerprint)
+        self.stored_as = "" if named == digest(context.fingerprint) else named
+        parts = [part for part in context.cache.parts if not part.has_states]
+        self.windows = [0 if part.keeps_every_token else part.spec.window for part in parts]
+        # A cache that slides lacks rows of a block longer than its window, and one that keeps
+        # everything needs them. Shorter blocks are the same wherever they come from.
+        missing: list[Plain] = [
+            window if window and n_kept(window) < size else 0 for window in self.windows
+        ]
+        self.is_complete = not any(missing)
+        named = digest({**self.fingerprint, "windows": missing})
+        self.root = root_key(named, size, cache_salt)
+        self.text_root = root_key("", size, cache_salt)
+
+
 def root_key(fingerprint_digest: str, block_size: int, cache_salt: str) -> str:
     """The key before the first block.
 
     Args:
-        fingerprint_digest: of the context and of how its blocks are stored.
-        block_size: how many tokens a block has.
-        cache_salt: texts under another one are never found, whatever they are.
+        fingerprint_digest: of the context, and of how its blocks are stored.
+        block_size: tokens of a block.
+        cache_salt: texts under another salt have other keys.
     """
     whole = hashlib.sha256(VERSION)
     for part in (fingerprint_digest, str(block_size), cache_salt):
@@ -68,14 +177,14 @@ def block_keys(root: str, tokens: Sequence[int], block_size: int) -> list[str]:
     return keys
 
 
-def check_block(key: str, note: Note, value: Buffer) -> None:
-    """See that a value is the block of that key: its tokens, in the text that the key stands for.
+def check_block(key: str, note: Note, value: BytesLike) -> None:
+    """Check that a value is the block of that key: its tokens, in the text that the key stands for.
 
-    That K and V are those of the tokens nobody can see.
+    Whether K and V are those of the tokens cannot be checked.
 
     Raises:
-        SnapshotFileError: it is not.
-        LibraryError: it is compressed by a library that is not installed.
+        SnapshotFileError: the value is another block, or damaged.
+        LibraryError: the value is compressed by a library that is not installed.
     """
     tokens = _tokens_of(key, note)
     content = snapshot_from(value).content
@@ -84,7 +193,7 @@ def check_block(key: str, note: Note, value: Buffer) -> None:
 
 
 def tokens_of(content: SequenceData) -> list[int] | None:
-    """The tokens of a block, by the part that has all of them; nothing is believed to be sound."""
+    """The tokens of a block, from the part that has all of them; the content may be unsound."""
     if content.groups:
         tokens: list[int] = content.groups[0].tokens.tolist()
         return tokens
@@ -92,8 +201,17 @@ def tokens_of(content: SequenceData) -> list[int] | None:
     return held[0].tokens.tolist() if held and held[0] else None
 
 
+def _tokens(content: SequenceData) -> Int32Array:
+    """The tokens in any part of a block."""
+    found = [group.tokens for group in content.groups]
+    found += [evicted[1] for group in content.groups for evicted in group.evicted]
+    if content.states is not None:
+        found += [held.tokens for held in content.states.held if held is not None]
+    return np.concatenate(found)
+
+
 def _tokens_of(key: str, note: Note) -> list[int]:
-    """The tokens in a note that its key agrees with."""
+    """The tokens in a note, if its key is theirs."""
     try:
         tokens = [int(word) for word in str(note["tokens"]).split()]
         expected = block_key(str(note["parent"]), tokens)
@@ -104,99 +222,10 @@ def _tokens_of(key: str, note: Note) -> list[int]:
     return tokens
 
 
-class Blocks:
-    """The whole blocks of a text that a context computes, or could.
-
-    Attributes:
-        tokens: the text.
-        keys: of each whole block its key; the one after the last is not there yet.
-        rounded: names the types in which K and V are stored, if the context's are others; else "".
-    """
-
-    def __init__(
-        self, context: Context, tokens: list[int], size: int, cache_salt: str, how: SaveOptions
-    ) -> None:
-        self.tokens = tokens
-        self._context, self._size, self._how = context, size, how
-        self._fingerprint = stored_fingerprint(context, how)
-        stored_as = digest(self._fingerprint)
-        self.stored_as = "" if stored_as == digest(context.fingerprint) else stored_as
-        # Of a block longer than its window, a cache that slides has not all rows; one that keeps
-        # everything cannot be filled by it. Shorter ones are the same wherever they come from.
-        missing: list[Plain] = [
-            window if window and n_kept(window) < size else 0 for window in _windows(context.cache)
-        ]
-        self._is_complete = not any(missing)
-        named = digest({**self._fingerprint, "windows": missing})
-        self._root = root_key(named, size, cache_salt)
-        self.keys = block_keys(self._root, tokens, size)
-        self._texts = block_keys(root_key("", size, cache_salt), tokens, size)
-
-    def block(self, i: int) -> BlockRef:
-        """A block, to be noted or explained."""
-        return BlockRef(
-            key=self.keys[i],
-            parent=self.keys[i - 1] if i else self._root,
-            start=i * self._size,
-            tokens=self._tokens_of(i),
-            text=self._texts[i],
-            model=str(self._fingerprint["weights"])[:16],
-        )
-
-    def take(self, sequence: Text, i: int) -> bytes:
-        """What a sequence that holds the text has of a block.
-
-        Raises:
-            NotSupported: the cache has states or windows, and kept none where the block ends.
-        """
-        context, start = self._context, i * self._size
-        ids = [sequence.seq_id]
-        content = state_get(context.cache, ids, start, start + self._size, checkpoints=False)
-        snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        packed = to_arrays(stored(context, snapshot, self._how))
-        return to_bytes(packed, compress=self._how.compress)
-
-    def read(self, i: int, value: Buffer) -> SequenceData:
-        """What :meth:`take` returned, in the types that it was stored in.
-
-        Raises:
-            SnapshotError: it is damaged, or not that block.
-        """
-        content = snapshot_from(value).content
-        check_content(content, self._specs())
-        same = tokens_of(content) in (None, self._tokens_of(i))
-        if content.n_seqs != 1 or content.start != i * self._size or not same:
-            raise SnapshotFileError("the block holds another text than its key says")
-        if content.has_evicted and self._is_complete:
-            raise SnapshotFileError("the block lacks rows that it should have")
-        return content
-
-    def whole(self, pieces: Sequence[SequenceData]) -> Snapshot:
-        """What blocks from the first one on make up, in the types of the context."""
-        context = self._context
-        joined = join(pieces, _windows(context.cache))
-        snapshot = Snapshot(self._fingerprint, joined, (SavedText(),))
-        return converted(snapshot, context.memory_spec.groups, context.model.convert_rows)
-
-    def _tokens_of(self, i: int) -> list[int]:
-        return self.tokens[i * self._size : (i + 1) * self._size]
-
-    def _specs(self) -> list[CacheSpec | StateSpec]:
-        memory = self._context.memory_spec
-        groups = [as_type(spec, self._how) for spec in memory.groups]
-        return [*groups, *([] if memory.states is None else [memory.states])]
-
-
-def clean_tokens(sequence: Text) -> list[int]:
-    """The tokens up to the first whose K and V are not what its text gives."""
+def exact_tokens(sequence: Text) -> list[int]:
+    """The tokens before the first whose K and V differ from a fresh decode of the text."""
     tokens, at = sequence.tokens, sequence.positions
     n = len(tokens) if sequence.inexact_from is None else sequence.inexact_from
     odd = np.flatnonzero(at != np.arange(len(at)))
     unknown = np.flatnonzero(np.array(tokens) < 0)  # embeddings
     return tokens[: min([n, *odd[:1].tolist(), *unknown[:1].tolist()])]
-
-
-def _windows(cache: Cache) -> list[int]:
-    """Of each group of K and V how many tokens it keeps; 0: all."""
-    groups = [part for part in cache.parts if not part.has_states]
-    return [0 if group.keeps_every_token else group.spec.window for group in groups]

@@ -1,4 +1,4 @@
-"""Why a block of a text is not in a store: looked for in the notes of what is there."""
+"""Explain why a block of a text is not in a store, from the notes of what is there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Cause: TypeAlias = Literal[
 _MARKS: tuple[Cause, ...] = ("window slid", "no checkpoint")
 
 MAX_ENTRIES = 1000
-"""How many blocks that follow the same one, or end the same text, are compared at most."""
+"""Limit of the blocks that are compared: those after the same parent, or of the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why the text could not be reused further than it was, and from which token on."""
+    """Why no more of a text was reused, and from which token on."""
 
     cause: Cause
     token: int
@@ -56,14 +56,14 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """The first block that is not there.
+    """A block of a text, stored or not.
 
     Attributes:
         key: its key.
-        parent: that of the block before it.
-        start: the token it begins with.
+        parent: the key of the block before it.
+        start: the number of its first token.
         tokens: its tokens.
-        text: a key of the text up to its end that knows nothing of the model.
+        text: a key of the text up to its end that does not depend on the model.
         model: a short name of the model.
     """
 
@@ -76,7 +76,7 @@ class BlockRef:
 
 
 def note_of(block: BlockRef) -> Note:
-    """What is noted of a block when it is stored, so that its absence can be explained later."""
+    """The note that a block is stored with, so that other misses can be explained by it."""
     return {
         "parent": block.parent,
         "start": block.start,
@@ -92,19 +92,19 @@ def mark(store: Store, block: BlockRef, cause: Cause) -> None:
 
 
 def absent_of(note: Note) -> Cause | None:
-    """Why a block could not be stored, if the note is that of such a mark."""
+    """Why a block could not be stored, if the note is that of a mark."""
     return next((cause for cause in _MARKS if cause == note.get("absent")), None)
 
 
 def explain(store: Store, block: BlockRef) -> Miss:
-    """Why a block is not there.
+    """Explain why a block is not there.
 
-    What the store remembers counts first, then what was marked. Else others are looked at: those
-    that go on differently at the block, and the same text of other models or types.
+    By what the store remembers, then by a mark, then by other blocks: those after the same parent,
+    and those of the same text from other models or types.
     """
-    kept = store.why_absent(block.key)
-    if kept != "never stored":
-        return Miss(kept, block.start)
+    gone = store.why_absent(block.key)
+    if gone != "never stored":
+        return Miss(gone, block.start)
     if (cause := _marked(store, block)) is not None:
         return Miss(cause, block.start)
     siblings = [e for e in store.find("parent", block.parent, MAX_ENTRIES) if e.key != block.key]
@@ -119,7 +119,7 @@ def explain(store: Store, block: BlockRef) -> Miss:
 
 
 def _of_others(store: Store, block: BlockRef) -> Cause | None:
-    """What the same text was stored by, if it was; rather by the same model with other types."""
+    """Whether the same text was stored by the same model with other types, or by another model."""
     same = store.find("text", block.text, MAX_ENTRIES)
     models = {entry.note.get("model") for entry in same if entry.key != block.key}
     if block.model in models:

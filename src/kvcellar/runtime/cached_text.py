@@ -25,8 +25,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvcellar.cache.base import Cache
-from kvcellar.errors import CacheFull, NotSupported, OptionError
-from kvcellar.runtime.options import ContextShift, check_range
+from kvcellar.errors import CacheFull, NotSupported, OptionError, check_range
+from kvcellar.runtime.options import ContextShift
 from kvcellar.types import MAX_POSITION, Int32Array
 
 

@@ -34,13 +34,19 @@ from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.view import CacheView
-from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.errors import (
+    BatchError,
+    ClosedError,
+    ComputeError,
+    SequenceIdError,
+    TokenizerError,
+    check_range,
+)
 from kvcellar.runtime.options import (
     MAX_CELLS,
     ContextOptions,
     LoadOptions,
     SaveOptions,
-    check_range,
 )
 from kvcellar.runtime.profile import Profile
 from kvcellar.runtime.saving import load_file, load_one, save_file

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from kvcellar.errors import OptionError
-from kvcellar.runtime.options import ContextShift, check_range
+from kvcellar.errors import OptionError, check_range
+from kvcellar.runtime.options import ContextShift
 from kvcellar.text.sampler import Sampler, SamplerOptions
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from kvcellar.backends.base import ModelFile, OpenMemory
 from kvcellar.errors import ClosedError, OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions

@@ -5,7 +5,6 @@ Context shift: which tokens go when there is no room, as numbers; nothing here t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -14,8 +13,8 @@ import numpy as np
 
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
-from kvcellar.errors import OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.errors import OptionError, check_range
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.types import (
     MAX_POSITION,
     CacheSpec,
@@ -148,21 +147,6 @@ class ContextOptions:
             return group
         sizes = (group.window, group.n_seq_max, self.n_ubatch, group.padding, group.size)
         return replace(group, size=sliding_size(*sizes))
-
-
-def check_range(name: str, value: int, low: int, high: int) -> int:
-    """The value as an int in ``[low, high]``.
-
-    Raises:
-        OptionError: it is not a whole number, or outside the range.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise OptionError(f"{name}={value!r}: must be a whole number") from None
-    if isinstance(value, bool) or not low <= number <= high:
-        raise OptionError(f"{name}={value!r}: must be in [{low}, {high}]")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

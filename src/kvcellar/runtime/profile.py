@@ -7,7 +7,7 @@ Invariants:
 2. Every node of every graph is in a row.
 3. A context that is not profiled pays for a comparison with None a decode.
 
-Every second time a graph is computed whole (see ``ProfiledExecutor``). That says what a node costs
+Every second time a graph is computed whole (see ``Executor.watch``). That says what a node costs
 more when it is computed alone, which is taken off, and how long the graph really takes, to which
 the nodes are scaled. Of the first such pair the one part was cold and the other warm; it is left
 out, and where few remain nothing is taken off or scaled.
@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from kvcellar.backends.base import Executor, GraphTimes, OpTime, ProfiledExecutor
-from kvcellar.errors import NotSupported
+from kvcellar.backends.base import Executor, GraphTimes, OpTime
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,8 +143,6 @@ class Profile:
         Raises:
             NotSupported: it cannot tell.
         """
-        if not isinstance(executor, ProfiledExecutor):
-            raise NotSupported("this backend cannot be profiled: use backend='ggml'")
         profile = cls()
         executor.watch(profile.see_graph)
         return profile

@@ -19,9 +19,9 @@ from kvcellar.backends.checks import check_types
 from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch, check_range
 from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.options import LoadOptions, SaveOptions
 from kvcellar.snapshot.container import read_snapshot, write_file
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import (
@@ -220,8 +220,9 @@ def put_into(
 def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
     """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
     memory = context.memory_spec
-    check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
-    snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
+    if snapshot.fingerprint != context.fingerprint:
+        check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
+        snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
     states = () if memory.states is None else (memory.states,)
     check_content(snapshot.content, [*memory.groups, *states])
     _check_tokens(snapshot, context.model.spec.n_vocab)

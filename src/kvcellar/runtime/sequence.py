@@ -25,10 +25,10 @@ import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.base import Cache, Undo
-from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
+from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
 from kvcellar.runtime.generation import FinishReason, Generation
-from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
+from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
 from kvcellar.runtime.saving import load_into, save_part
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions

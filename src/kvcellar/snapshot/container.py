@@ -127,7 +127,7 @@ def read_file(path: Path) -> SnapshotArrays:
     with _opened(path) as file:
 
         def get(name: str) -> AnyArray:
-            _check_dtype(name, file.get_slice(name).get_dtype())
+            _dtype(name, file.get_slice(name).get_dtype())
             array: AnyArray = file.get_tensor(name)
             return array
 
@@ -162,7 +162,14 @@ def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
     except SafetensorError as error:
         raise SnapshotFileError(f"this is no snapshot: {error}") from error
     header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
-    return _verified(header.get("__metadata__"), list(found), lambda n: _array(n, found[n]))
+
+    def get(name: str) -> AnyArray:
+        about = found[name]
+        flat = np.frombuffer(about["data"], _dtype(name, about["dtype"]))
+        array: AnyArray = flat.reshape(about["shape"])
+        return array
+
+    return _verified(header.get("__metadata__"), list(found), get)
 
 
 # -- steps
@@ -206,7 +213,7 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SnapshotFileError(f"the description is damaged: {error}") from error
     listed = about.get("arrays") if isinstance(about, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
+    if not isinstance(listed, dict) or not set(map(type, listed.values())) <= {dict}:
         raise SnapshotFileError("the description is damaged: it lists no arrays")
     return dict(about)
 
@@ -241,13 +248,7 @@ def _hash(data: AnyArray | bytes) -> str:
     return state.hexdigest()
 
 
-def _array(name: str, found: Mapping[str, Any]) -> AnyArray:
-    dtype = _check_dtype(name, found["dtype"])
-    array: AnyArray = np.frombuffer(found["data"], dtype).reshape(found["shape"])
-    return array
-
-
-def _check_dtype(name: str, dtype: str) -> type[np.generic]:
+def _dtype(name: str, dtype: str) -> type[np.generic]:
     """The type of that name, if we write it; NumPy lacks some that safetensors has."""
     if dtype not in _DTYPES:
         raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")

@@ -163,11 +163,9 @@ def _of_rows(
 
 def _to_rows(name: str, arrays: Arrays, n_layers: int) -> RowBytes:
     n = len(arrays[f"{name}.positions"])
-    parts = {
-        part: tuple(_raw(arrays.get(f"{name}.layer.{i}.{part}"), n) for i in range(n_layers))
-        for part in ("k", "v")
-    }
-    return RowBytes(parts["k"], parts["v"])
+    at = [f"{name}.layer.{i}" for i in range(n_layers)]
+    k = [_raw(arrays.get(f"{layer}.k"), n) for layer in at]
+    return RowBytes(tuple(k), tuple([_raw(arrays.get(f"{layer}.v"), n) for layer in at]))
 
 
 def _typed(rows: ByteArray, kind: KVType) -> AnyArray:

@@ -1,12 +1,12 @@
-"""Where snapshots are kept: in memory, on disk, in Redis; one protocol for all.
+"""Stores of snapshots: in memory, on disk, in Redis; one protocol for all.
 
-===============  ==============================  =====================================
-store            is for                          bounded by
-===============  ==============================  =====================================
-``MemoryStore``  one process                     bytes, those used longest ago leave
+===============  ==============================  =============================================
+store            is for                          limited by
+===============  ==============================  =============================================
+``MemoryStore``  one process                     bytes; the least recently used are evicted
 ``DiskStore``    processes of one machine        the same, across processes
-``RedisStore``   several machines                the server's memory, and time unused
-===============  ==============================  =====================================
+``RedisStore``   several machines                the server's memory, and a time to live
+===============  ==============================  =============================================
 
 :func:`open_store` opens any of them by a path or URL.
 """

@@ -1,9 +1,7 @@
 """What every store of snapshots is: bytes under a key, within a budget.
 
-Keys are hashes of what the value was computed from, so a value never changes under its key, and
-two writers of one key write the same. A store knows nothing of what it keeps but its note.
-
-What goes into a store, checked: keys, the pieces of a value, notes; and how much it may take.
+Keys are hashes of what a value was computed from, so a value never changes under its key, and two
+writers of one key write values that mean the same. A store knows nothing of a value but its note.
 """
 
 from __future__ import annotations
@@ -16,98 +14,38 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 from kvcellar.errors import OptionError
 
-MAX_NOTE = 1 << 16
-"""Characters that a note may take as JSON."""
-
-REMEMBERED = 10_000
-"""How many evicted keys a store remembers."""
-
-MAX_AGE_S = 100 * 365 * 24 * 3600
-"""The longest time, in seconds, that can be asked for; servers take no time without end."""
-
-_KEY = re.compile(r"[0-9a-z_-][0-9a-z._-]{0,127}")
-
-
-def check_key(key: str) -> str:
-    """The key, refused if it could be taken for anything else, such as a path."""
-    if not is_key(key):
-        raise OptionError(
-            f"key {key!r}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
-            "and does not begin with a dot"
-        )
-    return key
-
-
-def is_key(key: object) -> bool:
-    """Whether a store can keep something under it."""
-    return isinstance(key, str) and _KEY.fullmatch(key) is not None
-
-
-def check_budget(max_bytes: int | None) -> int | None:
-    """The budget, refused if nothing can be within it."""
-    if max_bytes is not None and max_bytes < 0:
-        raise OptionError(f"max_bytes {max_bytes} is negative: give a size in bytes, or None")
-    return max_bytes
-
-
-def flat(value: Sequence[Buffer]) -> list[memoryview]:
-    """The pieces as plain bytes, without a copy; empty ones left out."""
-    try:
-        views = [memoryview(piece) for piece in value]
-        return [view.cast("B") for view in views if view.nbytes]
-    except TypeError as error:
-        raise OptionError(
-            f"value of {type(value).__name__}: give a list of contiguous buffers: {error}"
-        ) from None
-
-
-def encode_note(note: Note | None) -> str:
-    """A note as JSON."""
-    found: dict[object, object] = dict((note or {}).items())
-    for name, content in found.items():
-        if not isinstance(name, str) or not isinstance(content, (str, int)):
-            raise OptionError(f"note {name!r}: {content!r}: a note has names, and str or int each")
-    text = json.dumps(found)
-    if len(text) > MAX_NOTE:
-        raise OptionError(f"note of {len(text)} characters: at most {MAX_NOTE} are kept")
-    return text
-
-
-def keys_in(note: Note | None) -> list[str | None]:
-    """Of each field, the key that a value with such a note is found by."""
-    said = [(note or {}).get(field) for field in FIELDS]
-    return [key if isinstance(key, str) and is_key(key) else None for key in said]
-
-
-def decode_note(text: str) -> Note:
-    """What :func:`encode_note` was given; empty if it cannot be read."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+BytesLike: TypeAlias = "bytes | bytearray | memoryview"
+Buffer: TypeAlias = BytesLike  # goes with the next release
 Note: TypeAlias = Mapping[str, "str | int"]
-"""What a person wants to know of an entry, and what tells why another was not found."""
+"""Facts about an entry, for people and to explain why another one was not found."""
 
 Field: TypeAlias = Literal["parent", "text"]
-"""Where a note may have a key that values can be found by."""
+"""Fields of a note that may hold a key; values can be found by it."""
 FIELDS: tuple[Field, ...] = get_args(Field)
 
 Absence: TypeAlias = Literal["never stored", "evicted", "expired"]
 """Why a store does not have a key, as far as it remembers."""
 
+MAX_NOTE = 1 << 16
+"""Characters of the largest note, as JSON."""
+
+REMEMBERED = 10_000
+"""How many evicted keys a store remembers."""
+
+MAX_AGE_S = 100 * 365 * 24 * 3600
+"""The longest time in seconds that can be asked for: servers take no infinite time."""
+
 WRITING_S = 600
-"""Seconds that what seems to be left behind is left alone: somebody may be writing the rest."""
+"""Seconds for which files that nothing refers to are left alone: they may be being written."""
+
+_KEY = re.compile(r"[0-9a-z_-][0-9a-z._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One value in a store.
 
-    ``created`` and ``used`` are seconds since 1970; ``n_bytes`` is what its value takes.
+    ``created`` and ``used`` are seconds since 1970; ``n_bytes`` is the size of the value.
     """
 
     key: str
@@ -120,23 +58,23 @@ class Entry:
 class Store(Protocol):
     """Values by key. Keys are 1 to 128 characters of ``[0-9a-z._-]``, the first no dot.
 
-    Safe for threads; where a store outlives the process, for processes too. Whoever gets a value
-    gets what was put, or nothing: what is damaged counts as absent and is dropped.
+    Safe for threads, and for processes where a store outlives one. A get returns what was put, or
+    nothing: a damaged value counts as absent and is dropped.
     """
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
-        """Keep the pieces, joined, under a key; what is there stays, only its use is renewed.
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
+        """Store the pieces, joined, under a key. A value that is there stays, and is touched.
 
         Returns:
-            False if the value alone exceeds the budget: nothing was kept, nothing was evicted.
+            False if the value alone exceeds the budget: nothing was stored or evicted.
 
         Raises:
-            OptionError: no such key can be.
-            StoreError: it cannot be written; the store is as it was.
+            OptionError: the key is not valid.
+            StoreError: the value cannot be written; the store is as it was.
         """
 
-    def get(self, key: str) -> Buffer | None:
-        """The value, None if there is none. Counts as a use.
+    def get(self, key: str) -> BytesLike | None:
+        """Return the value, None if there is none. Counts as a use.
 
         Raises:
             StoreError: the store cannot be read.
@@ -146,32 +84,95 @@ class Store(Protocol):
         """Whether there is a value; does not count as a use."""
 
     def touch(self, key: str) -> bool:
-        """Count as a use what is there, without reading it; False if there is nothing.
+        """Count a use of a value without reading it; False if there is none.
 
         Raises:
             StoreError: the store cannot be read.
         """
 
     def why_absent(self, key: str) -> Absence:
-        """Why there is none; stores remember a bounded number of those that they evicted."""
+        """Why there is no value; a store remembers a bounded number of evictions."""
 
     def delete(self, key: str) -> bool:
         """Drop a value; False if there was none."""
 
     def entries(self) -> Iterator[Entry]:
-        """All values, those used longest ago first; others may change the store meanwhile."""
+        """All values, least recently used first; others may change the store meanwhile."""
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
-        """Up to so many values whose note has a key there; quick, however many values there are.
+        """Up to ``most`` values whose note has a key there; quick in a store of any size.
 
         Raises:
-            OptionError: no such key can be.
+            OptionError: the key is not valid.
             StoreError: the store cannot be read.
         """
 
     @property
     def bytes_used(self) -> int:
-        """What all values take together."""
+        """Bytes of all values."""
 
     def close(self) -> None:
-        """Give back what the store holds open; its values stay where they outlive the process."""
+        """Release files and connections; values stay where they outlive the process."""
+
+
+# -- what goes into a store, checked
+
+
+def check_key(key: str) -> str:
+    """Return the key; refuse one that could be taken for anything else, such as a path."""
+    if not is_key(key):
+        raise OptionError(
+            f"key {key!r}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
+            "and does not begin with a dot"
+        )
+    return key
+
+
+def is_key(key: object) -> bool:
+    """Whether it is a valid key."""
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def check_budget(max_bytes: int | None) -> int | None:
+    """Return the budget; refuse a negative one."""
+    if max_bytes is not None and max_bytes < 0:
+        raise OptionError(f"max_bytes {max_bytes} is negative: give a size in bytes, or None")
+    return max_bytes
+
+
+def flat(value: Sequence[BytesLike]) -> list[memoryview]:
+    """The pieces as plain bytes, without a copy; without empty ones."""
+    try:
+        views = [memoryview(piece) for piece in value]
+        return [view.cast("B") for view in views if view.nbytes]
+    except TypeError as error:
+        raise OptionError(
+            f"value of {type(value).__name__}: give a list of contiguous buffers: {error}"
+        ) from None
+
+
+def encode_note(note: Note | None) -> str:
+    """Return a note as JSON."""
+    found: dict[object, object] = dict((note or {}).items())
+    for name, content in found.items():
+        if not isinstance(name, str) or not isinstance(content, (str, int)):
+            raise OptionError(f"note {name!r}: {content!r}: a note has names, and str or int each")
+    text = json.dumps(found)
+    if len(text) > MAX_NOTE:
+        raise OptionError(f"note of {len(text)} characters: at most {MAX_NOTE} are kept")
+    return text
+
+
+def keys_in(note: Note | None) -> list[str | None]:
+    """The key that a note has in each field, None if it has none."""
+    said = [(note or {}).get(field) for field in FIELDS]
+    return [key if isinstance(key, str) and is_key(key) else None for key in said]
+
+
+def decode_note(text: str) -> Note:
+    """Read a note that :func:`encode_note` wrote; empty if it cannot be read."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

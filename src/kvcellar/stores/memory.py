@@ -1,4 +1,4 @@
-"""Values in this process's memory, those used longest ago dropped first."""
+"""Values in this process's memory; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcellar.errors import ClosedError
 from kvcellar.stores.base import (
     REMEMBERED,
     Absence,
-    Buffer,
+    BytesLike,
     Entry,
     Field,
     Note,
@@ -26,7 +26,7 @@ from kvcellar.stores.base import (
 
 
 class MemoryStore:
-    """The fastest store and the least lasting: values go with the process.
+    """The fastest store; its values end with the process.
 
     ::
 
@@ -35,7 +35,7 @@ class MemoryStore:
         store.get("3f9a")  # the pieces, joined
 
     Args:
-        max_bytes: what all values may take together; None is without end.
+        max_bytes: limit of the bytes of all values; None: no limit.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -46,8 +46,8 @@ class MemoryStore:
         self._closed = False
         self._lock = threading.Lock()
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
-        """Keep a copy of the pieces, joined; see :class:`~kvcellar.stores.base.Store`."""
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
+        """Store a copy of the pieces, joined; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, text = flat(value), encode_note(note)
         n_bytes = sum(piece.nbytes for piece in pieces)
@@ -65,8 +65,8 @@ class MemoryStore:
                 self._evicted.pop(key, None)
         return True
 
-    def get(self, key: str) -> Buffer | None:
-        """The value itself, which is never written to."""
+    def get(self, key: str) -> BytesLike | None:
+        """Return the value itself: bytes, which cannot be changed."""
         return held[0] if (held := self._use(check_key(key))) else None
 
     def has(self, key: str) -> bool:
@@ -76,7 +76,7 @@ class MemoryStore:
             return check_key(key) in self._held
 
     def touch(self, key: str) -> bool:
-        """Make it the one used last."""
+        """Make a value the most recently used."""
         return self._use(check_key(key)) is not None
 
     def why_absent(self, key: str) -> Absence:
@@ -95,25 +95,25 @@ class MemoryStore:
             return True
 
     def entries(self) -> Iterator[Entry]:
-        """All values at this moment, those used longest ago first."""
+        """All values at this moment, least recently used first."""
         with self._lock:
             self._check_open()
             return iter([entry for _, entry in self._held.values()])
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
-        """Up to so many values whose note has a key there. Looks at all: memory holds few."""
+        """Up to ``most`` values whose note has a key there. Looks at all of them."""
         check_key(key)
         return list(islice((e for e in self.entries() if e.note.get(field) == key), most))
 
     @property
     def bytes_used(self) -> int:
-        """What all values take together."""
+        """Bytes of all values."""
         with self._lock:
             self._check_open()
             return self._bytes
 
     def close(self) -> None:
-        """Let go of all values."""
+        """Drop all values."""
         with self._lock:
             self._closed = True
             self._held.clear()

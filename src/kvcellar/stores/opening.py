@@ -1,4 +1,4 @@
-"""One name for every store: a path or a URL."""
+"""Open any store by a path or URL."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as th
 
     Args:
         where: ``memory:``; a path or ``file:``; ``redis://``, ``rediss://`` or ``unix://``.
-        options: what the class of the store takes beside that.
+        options: further arguments of the store's class.
 
     Raises:
-        OptionError: no such store is known, or it does not take such an option.
-        StoreError: it cannot be opened.
+        OptionError: there is no such store, or it has no such option.
+        StoreError: the store cannot be opened.
     """
     name = os.fspath(where)
     scheme = _scheme(name) if isinstance(where, str) else ""
@@ -41,7 +41,7 @@ def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as th
 
 
 def folder_of(where: str | os.PathLike[str]) -> Path | None:
-    """The folder that a path or ``file:`` URL names; None: it names another kind of store."""
+    """The folder that a path or ``file:`` URL names; None for another kind of store."""
     name = os.fspath(where)
     scheme = _scheme(name) if isinstance(where, str) else ""
     if scheme not in ("", "file"):
@@ -50,7 +50,7 @@ def folder_of(where: str | os.PathLike[str]) -> Path | None:
 
 
 def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
-    """Each store is imported when it is opened: SQLite and redis only by those who use them."""
+    """Import a store's module only when such a store is opened."""
     if scheme == "memory":
         from kvcellar.stores.memory import MemoryStore
 
@@ -68,7 +68,7 @@ def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
 
 
 def _scheme(name: str) -> str:
-    """What stands before the colon; a single letter is a drive."""
+    """The scheme before the colon; a single letter is a drive."""
     match = _SCHEME.match(name)
     return match[1].lower() if match else ""
 

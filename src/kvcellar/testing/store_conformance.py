@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvcellar.errors import ClosedError, OptionError
-from kvcellar.stores.base import Buffer, Note, Store
+from kvcellar.stores.base import BytesLike, Note, Store
 from kvcellar.testing.store_use import BAD_KEYS, GOOD_KEYS, content, found, hammer, order, refusal
 
 
@@ -45,7 +45,13 @@ class StoreConformance:
     def test_pieces_come_back_joined(self) -> None:
         """Whatever buffers they are, empty ones and none at all included."""
         store, rows = self.open(), np.arange(12, dtype=np.float32).reshape(3, 4)
-        pieces: list[Buffer] = [b"head", bytearray(b""), rows.data, memoryview(b"xyz")[1:], b"\0"]
+        pieces: list[BytesLike] = [
+            b"head",
+            bytearray(b""),
+            rows.data,
+            memoryview(b"xyz")[1:],
+            b"\0",
+        ]
         assert store.put("a", pieces)
         assert store.put("none", [])
         assert store.put("empty", [b"", bytearray()])

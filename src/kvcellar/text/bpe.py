@@ -1,13 +1,11 @@
-"""Byte-level BPE, as GPT-2 has it: merges in the order of the file, by Hugging Face tokenizers.
+"""Byte-level BPE, as in GPT-2: merges in the order of the file, by Hugging Face tokenizers.
 
 Pieces are written in letters that each stand for a byte. A byte for which the vocabulary has no
 token is left out, as the models' own tokenizers and llama.cpp do: such models never saw it.
 
-How byte-level BPE cuts text into words before it merges: one recipe a name.
-
-The names are those of ``tokenizer.ggml.pre``. A recipe is a sequence of patterns; each cuts what
-the one before it left, and both the matches and what lies between them are words. The patterns
-are those that the models' own tokenizers state, in Oniguruma's syntax.
+Before it is merged, text is cut into words by the recipe that ``tokenizer.ggml.pre`` names: a
+sequence of patterns, each of which cuts what the one before it left; both the matches and what lies
+between them are words. The patterns are those of the models' own tokenizers, in Oniguruma's syntax.
 """
 
 from __future__ import annotations
@@ -23,13 +21,108 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
+_HOLE = " hole "  # no piece has a space in it
+
+
+class BpeEncoder:
+    """Turn text into ids by merging bytes; special tokens are unknown here.
+
+    Raises:
+        TokenizerError: the merges are malformed or name pieces that are not in the vocabulary.
+    """
+
+    strips_space = False
+
+    def __init__(self, vocab: Vocab, metadata: Metadata, recipe: Recipe) -> None:
+        self._hole = len(vocab)
+        self._has_holes = not vocab.ids.keys() >= _byte_of_letter().keys()
+        self._tokenizer = _build(vocab, _read_merges(metadata), recipe)
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """The ids of a text without special tokens."""
+        del after_special
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [i for i in ids if i != self._hole] if self._has_holes else ids
+
+    def piece_bytes(self, text: str, kind: int) -> bytes:
+        """The bytes that a piece stands for."""
+        if kind not in (TokenKind.NORMAL, TokenKind.UNUSED, TokenKind.UNDEFINED):
+            return text.encode("utf-8", "surrogateescape")
+        letters = _byte_of_letter()
+        try:
+            return bytes([letters[letter] for letter in text])
+        except KeyError:  # not written in letters for bytes: added as it stands
+            return text.encode("utf-8", "surrogateescape")
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    # Printable bytes stand for themselves, the others for the letters from U+0100 on, in order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = sorted(set(range(256)) - set(printable))
+    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _read_merges(metadata: Metadata) -> list[tuple[str, str]]:
+    key = PREFIX + "merges"
+    lines = read_strings(metadata, key)
+    # A piece may not begin with a space, so a pair is cut at the first space behind its start.
+    merges = [(left, right) for left, _, right in [line.partition(" ") for line in lines]]
+    for i, (left, right) in enumerate(merges):
+        if not left or not right or " " in right:
+            raise TokenizerError(f"{key}[{i}] must be two pieces, found {describe(lines[i])}")
+    return merges
+
+
+def _build(vocab: Vocab, merges: list[tuple[str, str]], recipe: Recipe) -> Tokenizer:
+    from tokenizers import Tokenizer, models
+
+    # Control tokens are left out, so that no text can spell one.
+    pieces = dict(vocab.ids)
+    barred = [vocab.tokens[i] for i in vocab.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN)]
+    for text in barred:
+        del pieces[text]
+    for text in _undecodable(vocab.tokens):
+        pieces.pop(text, None)
+    if not set(barred).isdisjoint(left + right for left, right in merges):
+        merges = [pair for pair in merges if _spells_a_piece(pair, pieces)]
+    # Without a token to put in its place, a byte that has none would let its neighbours merge.
+    pieces[_HOLE] = len(vocab)
+    try:
+        model = models.BPE(pieces, merges, unk_token=_HOLE, ignore_merges=recipe.ignore_merges)
+    except Exception as error:  # the library raises bare exceptions
+        raise TokenizerError(f"{PREFIX}merges do not fit the vocabulary: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = build_pre_tokenizer(recipe)
+    return tokenizer
+
+
+def _undecodable(tokens: tuple[str, ...]) -> list[str]:
+    """Tokens that are not UTF-8: no text can have them, and the library refuses them."""
+    try:
+        "".join(tokens).encode("utf-8")
+    except UnicodeEncodeError:
+        return [text for text in tokens if any("\ud800" <= letter <= "\udfff" for letter in text)]
+    return []
+
+
+def _spells_a_piece(pair: tuple[str, str], pieces: dict[str, int]) -> bool:
+    left, right = pair
+    return left in pieces and right in pieces and left + right in pieces
+
+
+# -- recipes
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Patterns, and what else the name stands for.
+    """What a name of ``tokenizer.ggml.pre`` stands for.
 
-    ``ignore_merges``: a word that is a token is not merged. ``add_bos``: what holds where the
-    file does not say.
+    Attributes:
+        patterns: how text is cut into words.
+        ignore_merges: whether a word that is a token is left unmerged.
+        add_bos: the value where the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -142,15 +235,15 @@ _GROUPS: tuple[tuple[str, Recipe], ...] = (
 
 
 def known_names() -> list[str]:
-    """The values of ``tokenizer.ggml.pre`` that are understood, sorted."""
+    """The known values of ``tokenizer.ggml.pre``, sorted."""
     return sorted(name for names, _ in _GROUPS for name in names.split())
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of a ``tokenizer.ggml.pre``.
+    """Return the recipe of a ``tokenizer.ggml.pre``.
 
     Raises:
-        UnsupportedModel: no such name; the message lists those there are.
+        UnsupportedModel: there is no such name; the message lists the known ones.
     """
     for names, recipe in _GROUPS:
         if name in names.split():
@@ -161,7 +254,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def build_pre_tokenizer(recipe: Recipe) -> PreTokenizer:
-    """The recipe as a pre-tokenizer that also turns bytes into the letters that stand for them."""
+    """Build a recipe's pre-tokenizer, which also turns bytes into the letters for them."""
     from tokenizers import Regex, pre_tokenizers
 
     # The library has GPT-2's pattern built in, and faster.
@@ -173,94 +266,3 @@ def build_pre_tokenizer(recipe: Recipe) -> PreTokenizer:
     return pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=ends_in_gpt2)]
     )
-
-
-_HOLE = " hole "  # no piece has a space in it
-
-
-class BpeEncoder:
-    """Turns text into ids by merging bytes; knows no special tokens.
-
-    Raises:
-        TokenizerError: the merges are malformed or name pieces that are not in the vocabulary.
-    """
-
-    strips_space = False
-
-    def __init__(self, vocab: Vocab, metadata: Metadata, recipe: Recipe) -> None:
-        self._hole = len(vocab)
-        self._has_holes = not vocab.ids.keys() >= _byte_of_letter().keys()
-        self._tokenizer = _build(vocab, _read_merges(metadata), recipe)
-
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """The ids of a text without special tokens."""
-        del after_special
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [i for i in ids if i != self._hole] if self._has_holes else ids
-
-    def piece_bytes(self, text: str, kind: int) -> bytes:
-        """The bytes that a piece stands for."""
-        if kind not in (TokenKind.NORMAL, TokenKind.UNUSED, TokenKind.UNDEFINED):
-            return text.encode("utf-8", "surrogateescape")
-        letters = _byte_of_letter()
-        try:
-            return bytes([letters[letter] for letter in text])
-        except KeyError:  # not written in letters for bytes: added as it stands
-            return text.encode("utf-8", "surrogateescape")
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    # Printable bytes stand for themselves, the others for the letters from U+0100 on, in order.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in printable}
-    others = sorted(set(range(256)) - set(printable))
-    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _read_merges(metadata: Metadata) -> list[tuple[str, str]]:
-    key = PREFIX + "merges"
-    lines = read_strings(metadata, key)
-    # A piece may not begin with a space, so a pair is cut at the first space behind its start.
-    merges = [(left, right) for left, _, right in [line.partition(" ") for line in lines]]
-    for i, (left, right) in enumerate(merges):
-        if not left or not right or " " in right:
-            raise TokenizerError(f"{key}[{i}] must be two pieces, found {describe(lines[i])}")
-    return merges
-
-
-def _build(vocab: Vocab, merges: list[tuple[str, str]], recipe: Recipe) -> Tokenizer:
-    from tokenizers import Tokenizer, models
-
-    # Control tokens are left out, so that no text can spell one.
-    pieces = dict(vocab.ids)
-    barred = [vocab.tokens[i] for i in vocab.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN)]
-    for text in barred:
-        del pieces[text]
-    for text in _undecodable(vocab.tokens):
-        pieces.pop(text, None)
-    if not set(barred).isdisjoint(left + right for left, right in merges):
-        merges = [pair for pair in merges if _spells_a_piece(pair, pieces)]
-    # Without a token to put in its place, a byte that has none would let its neighbours merge.
-    pieces[_HOLE] = len(vocab)
-    try:
-        model = models.BPE(pieces, merges, unk_token=_HOLE, ignore_merges=recipe.ignore_merges)
-    except Exception as error:  # the library raises bare exceptions
-        raise TokenizerError(f"{PREFIX}merges do not fit the vocabulary: {error}") from error
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = build_pre_tokenizer(recipe)
-    return tokenizer
-
-
-def _undecodable(tokens: tuple[str, ...]) -> list[str]:
-    """Tokens that are no UTF-8: no text can have them, and the library takes none."""
-    try:
-        "".join(tokens).encode("utf-8")
-    except UnicodeEncodeError:
-        return [text for text in tokens if any("\ud800" <= letter <= "\udfff" for letter in text)]
-    return []
-
-
-def _spells_a_piece(pair: tuple[str, str], pieces: dict[str, int]) -> bool:
-    left, right = pair
-    return left in pieces and right in pieces and left + right in pieces

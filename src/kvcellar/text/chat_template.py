@@ -1,10 +1,10 @@
-"""Chat messages to a prompt, by the Jinja template that comes with a model.
+"""Render chat messages to a prompt, with the Jinja template that comes with a model.
 
-The template is code of whoever made the file: it runs in a sandbox with bounds (see
-:mod:`kvcellar.text.template_sandbox`). Whatever goes wrong is a ``TemplateError``. Templates
-see what Hugging Face transformers gives them: ``messages``, ``tools``, ``documents``,
-``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``; a
-name that is not given prints as nothing, and using its parts is an error.
+A template is code from a model file, which is not trusted: it runs in a sandbox with limits
+(:mod:`kvcellar.text.template_sandbox`), and any failure is a ``TemplateError``. Templates see what
+Hugging Face transformers gives them: ``messages``, ``tools``, ``documents``,
+``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``; an
+undefined name prints as nothing, and using its parts is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: Jinja source; None or empty says that the model has none.
+        source: Jinja source; None or "" if the model has none.
         bos_token: the text of BOS, for templates that begin with it.
         eos_token: the text of EOS.
 
@@ -61,10 +61,10 @@ class ChatTemplate:
     def from_metadata(
         cls, metadata: Metadata, tokenizer: Tokenizer, name: str | None = None
     ) -> ChatTemplate:
-        """The template of a GGUF file; ``name`` picks one of several.
+        """Return the template of a GGUF file; ``name`` picks one of several.
 
         Raises:
-            TemplateError: there is none (of that name; the message lists those there are).
+            TemplateError: there is none, or none of that name; the message lists the names.
         """
         key = f"{_KEY}.{name}" if name else _KEY
         source = metadata.get(key)
@@ -85,19 +85,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for these messages.
+        """Return the prompt for these messages.
 
-        The result has the text of special tokens in it, BOS often among them: encode it with
-        ``parse_special=True``, and without ``add_special`` where it begins with BOS.
+        It spells special tokens, often BOS too: encode it with ``parse_special=True``, and without
+        ``add_special`` if it begins with BOS.
 
         Args:
             messages: each with "role", and "content" or "tool_calls".
             add_generation_prompt: end with the beginning of the model's answer.
-            tools: descriptions of functions, as JSON Schema, for templates that know them.
-            **variables: more names for the template.
+            tools: descriptions of functions, as JSON Schema, for templates that use them.
+            **variables: further names for the template.
 
         Raises:
-            TemplateError: a malformed message, or whatever the template runs into.
+            TemplateError: a message is malformed, or the template fails.
         """
         _check_messages(messages)
         values = {
@@ -173,7 +173,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it: not escaped for HTML, unlike Jinja's own filter."""
+    """Write JSON as models were trained on it: not escaped for HTML, unlike Jinja's filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,16 +1,12 @@
-"""Choosing the next token from logits.
+"""Choose the next token from logits.
 
 The steps, in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
 So top-p and min-p look at the distribution at temperature 1. Temperature 0 takes the best token
-after bias and penalties.
-
-Invariants:
+after bias and penalties. Invariants:
 
 1. Of equal logits the lowest id comes first, in every step.
 2. The same options with the same seed give the same tokens for the same logits and histories.
 3. The caller's logits are never written to.
-
-How the next token is chosen, checked once.
 """
 
 from __future__ import annotations
@@ -32,99 +28,18 @@ from kvcellar.types import Float32Array, Int64Array
 _MAX_INT = 2**31 - 1
 _MAX_REAL = sys.float_info.max
 _MAX_BIAS = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """Options of a :class:`Sampler`; the defaults are llama.cpp's.
-
-    Attributes:
-        temperature: 0 takes the best token always; 1 leaves the model's distribution.
-        top_k: keep the k best tokens; 0 keeps all.
-        top_p: keep the fewest best tokens that have this probability together; 1 keeps all.
-        min_p: drop tokens less likely than this part of the best; 0 keeps all.
-        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen; 1 is none.
-        presence_penalty: taken once from the logit of a token seen.
-        frequency_penalty: taken from the logit of a token for each time it was seen.
-        penalty_last_n: how many of the last tokens count as seen; 0 none, -1 all.
-        logit_bias: added to logits by token id; -inf bans a token, inf allows only such tokens.
-        seed: makes a run repeatable; None takes fresh entropy.
-
-    Raises:
-        OptionError: a value outside its range; names the option, the value and the range.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_last_n: int = 64
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0.0, _MAX_REAL, "0 or more, finite")
-        _check_int("top_k", self.top_k, 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
-        _check_real("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
-        _check_real("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
-        _check_real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_real(name, getattr(self, name), -1e3, 1e3, "in [-1000, 1000]")
-        allowed = f"that is -1 (all) or in [0 (off), {_MAX_INT}]"
-        _check_int("penalty_last_n", self.penalty_last_n, -1, _MAX_INT, allowed)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1, "in [0, 2**64), or None")
-        object.__setattr__(self, "logit_bias", MappingProxyType(_check_bias(self.logit_bias)))
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the history matters at all."""
-        return self.penalty_last_n != 0 and (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
-
-
-def _check_real(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
-        raise OptionError(f"{name} must be {allowed}, found {value!r}")
-
-
-def _check_int(name: str, value: object, low: int, high: int, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise OptionError(f"{name} must be an integer {allowed}, found {value!r}")
-
-
-def _check_bias(bias: object) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise OptionError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}")
-    checked: dict[int, float] = {}
-    for token, value in bias.items():
-        _check_int("a token id in logit_bias", token, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
-        if value not in (math.inf, -math.inf):
-            _check_real(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS, "±inf or within ±1e9")
-        checked[int(token)] = float(value)
-    return checked
-
+_GROUP = 64
+_FIRST_GUESS = 256
+"""Candidates that nearly always have the probability that top-p asks for."""
 
 Float64Array = npt.NDArray[np.float64]
 
-__all__ = ["Sampler", "SamplerOptions", "log_softmax"]
-
-_GROUP = 64
-_FIRST_GUESS = 256
-"""Candidates that nearly always hold the mass that top-p asks for."""
-
 
 class Sampler:
-    """Draws tokens; keeps nothing but its random state.
+    """Draw tokens; the only state is that of the random numbers.
 
     Args:
-        options: how; the defaults where absent.
+        options: None for the defaults.
     """
 
     def __init__(self, options: SamplerOptions | None = None) -> None:
@@ -135,25 +50,25 @@ class Sampler:
         self._bias = np.fromiter(bias.values(), np.float32, len(bias))
 
     def copy(self) -> Sampler:
-        """A sampler that will draw the same from here on."""
+        """Return a sampler that draws the same from here on."""
         twin = Sampler(self.options)
         twin.set_state(self.state())
         return twin
 
     def state(self) -> Mapping[str, object]:
-        """The random state, to be kept and set again."""
+        """The random state, for :meth:`set_state`."""
         return copy.deepcopy(self._random.bit_generator.state)
 
     def set_state(self, state: Mapping[str, object]) -> None:
-        """Go on drawing from a state that :meth:`state` gave."""
+        """Continue from a state that :meth:`state` returned."""
         self._random.bit_generator.state = copy.deepcopy(dict(state))
 
     def sample(self, logits: Float32Array, history: Sequence[int] = ()) -> int:
-        """The next token.
+        """Return the next token.
 
         Args:
-            logits: a number for each token.
-            history: the tokens so far, oldest first; only penalties look at it.
+            logits: one number per token.
+            history: the tokens so far, oldest first; only penalties use it.
 
         Raises:
             ComputeError: the logits hold NaN or +inf.
@@ -171,7 +86,7 @@ class Sampler:
     def distribution(
         self, logits: Float32Array, history: Sequence[int] = ()
     ) -> tuple[Int64Array, Float64Array]:
-        """The tokens that may be drawn, and their probabilities; the best token first if cut.
+        """Return the tokens that may be drawn and their probabilities; best first if cut.
 
         Raises:
             ComputeError, OptionError: as :meth:`sample`.
@@ -208,11 +123,11 @@ class Sampler:
         if not forced.any():
             adjusted[self._bias_ids] += self._bias
             return
-        # Several forced tokens share the draw as the model would have it.
-        kept = self._bias_ids[forced]
-        values = np.maximum(adjusted[kept], np.finfo(np.float32).min)
+        # Several forced tokens keep the model's distribution among them.
+        ids = self._bias_ids[forced]
+        values = np.maximum(adjusted[ids], np.finfo(np.float32).min)
         adjusted.fill(-np.inf)
-        adjusted[kept] = values
+        adjusted[ids] = values
 
     def _seen(self, history: Sequence[int], n_vocab: int) -> Int64Array:
         if not self.options.has_penalties or not len(history):
@@ -260,8 +175,63 @@ class Sampler:
         return ids[keep_mask], values[keep_mask]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """Options of a :class:`Sampler`; the defaults are llama.cpp's.
+
+    Attributes:
+        temperature: 0 always takes the best token; 1 keeps the model's distribution.
+        top_k: keep the k best tokens; 0 keeps all.
+        top_p: keep the fewest best tokens that together have this probability; 1 keeps all.
+        min_p: drop tokens whose probability is below this fraction of the best; 0 keeps all.
+        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen; 1 is none.
+        presence_penalty: subtracted once from the logit of a token seen.
+        frequency_penalty: subtracted from the logit of a token for each time it was seen.
+        penalty_last_n: how many of the last tokens count as seen; 0 none, -1 all.
+        logit_bias: added to logits by token id; -inf bans a token, inf allows only such tokens.
+        seed: makes a run repeatable; None takes one from the system.
+
+    Raises:
+        OptionError: a value outside its range; names the option, the value and the range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_real("temperature", self.temperature, 0.0, _MAX_REAL, "0 or more, finite")
+        _check_int("top_k", self.top_k, 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
+        _check_real("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
+        _check_real("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _check_real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_real(name, getattr(self, name), -1e3, 1e3, "in [-1000, 1000]")
+        allowed = f"that is -1 (all) or in [0 (off), {_MAX_INT}]"
+        _check_int("penalty_last_n", self.penalty_last_n, -1, _MAX_INT, allowed)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**64 - 1, "in [0, 2**64), or None")
+        object.__setattr__(self, "logit_bias", MappingProxyType(_check_bias(self.logit_bias)))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the history is used."""
+        return self.penalty_last_n != 0 and (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
 def log_softmax(logits: Float32Array) -> Float64Array:
-    """Log-probabilities, in double precision.
+    """Return log-probabilities, in double precision.
 
     Raises:
         ComputeError: the logits hold NaN or +inf, or nothing but -inf.
@@ -308,7 +278,7 @@ def _at_least_k(values: Float32Array, k: int) -> Int64Array:
 
 
 def _top_p(values: Float32Array, top: float, p: float) -> Int64Array:
-    """Ids of the fewest largest that hold the mass p of all, largest first."""
+    """Ids of the fewest largest that have the probability p together, largest first."""
     total = float(np.exp(values.astype(np.float64) - top).sum())
     k = min(_FIRST_GUESS, len(values))
     while True:
@@ -323,3 +293,25 @@ def _count_top_p(weights: Float64Array, p: float, total: float | None = None) ->
     cumulative = weights.cumsum()
     mass = cumulative[-1] if total is None else total
     return min(int(cumulative.searchsorted(p * mass)) + 1, len(weights))
+
+
+def _check_real(name: str, value: object, low: float, high: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
+        raise OptionError(f"{name} must be {allowed}, found {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        raise OptionError(f"{name} must be an integer {allowed}, found {value!r}")
+
+
+def _check_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise OptionError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}")
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        _check_int("a token id in logit_bias", token, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
+        if value not in (math.inf, -math.inf):
+            _check_real(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS, "±inf or within ±1e9")
+        checked[int(token)] = float(value)
+    return checked

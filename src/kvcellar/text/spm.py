@@ -1,8 +1,8 @@
-"""SentencePiece's BPE: the neighbours whose union has the best score merge, until none have one.
+"""SentencePiece's BPE: merge the neighbours whose union has the best score, until none has one.
 
-Spaces are written "▁". What is no piece is spelled in byte tokens ``<0xNN>``. Equal scores: the
-leftmost pair first. Written here and not left to a library: a list of merges would have to be
-derived from 262144 pieces at each start (Gemma: seconds), and such a list breaks ties otherwise.
+Spaces are written "▁". What is no piece is spelled in byte tokens ``<0xNN>``. Of equal scores the
+leftmost pair goes first. No library is used: it would need a list of merges, derived from 262144
+pieces at each start (Gemma: seconds), and such a list breaks ties differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_CACHED_CHARS = 32
 
 
 class SpmEncoder:
-    """Turns text into ids by scores; knows no special tokens.
+    """Turn text into ids by scores; special tokens are unknown here.
 
     Raises:
         TokenizerError: the file has no scores, or a byte token is not written ``<0xNN>``.
@@ -138,10 +138,10 @@ def _find_byte_tokens(vocab: Vocab) -> dict[int, int]:
 
 
 def _word_pattern(pieces: dict[str, int]) -> re.Pattern[str]:
-    """What no merge can cross: the border before a "▁", unless some piece spans such a border.
+    """Match words that no merge can leave: text is cut before a "▁" that no piece can span.
 
-    Few pieces do; the letters before their inner "▁" are the only ones after which text is not
-    cut. Each word can then be merged, and kept, on its own.
+    Few pieces have an inner "▁"; text is not cut after the letters before those. Each word can then
+    be merged, and cached, on its own.
     """
     spanned = set(re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(pieces)))
     joined = "".join(map(re.escape, sorted(spanned)))

@@ -1,15 +1,15 @@
-"""The environment in which chat templates of strangers run.
+"""The sandbox in which chat templates run: they come from model files that are not trusted.
 
 Jinja's immutable sandbox keeps a template from Python's internals and from changing its
-arguments. On top of it, what a template can spend is bounded:
+arguments. Beyond that, what a template can use is limited:
 
-* steps: each turn of a loop and each call of a macro counts (``MAX_STEPS``), and the clock is
-  looked at on each (``MAX_SECONDS``);
-* size: the output, and whatever an operator, a function, a method or a filter makes, has at most
-  ``MAX_CHARS`` characters or items; numbers given to them at most ``MAX_NUMBER``.
+* steps: each turn of a loop and each call of a macro counts (``MAX_STEPS``), and checks the clock
+  (``MAX_SECONDS``);
+* size: the output, and any result of an operator, function, method or filter, has at most
+  ``MAX_CHARS`` characters or items; numbers given to them are at most ``MAX_NUMBER``.
 
-Not prevented: one single call that is slow or large over arguments within these bounds; the size
-of what it makes is looked at when it is there (``a.replace("x", b)`` with two long texts).
+Not prevented: one single call that is slow or large with arguments within these limits; the size
+of its result is checked afterwards (``a.replace("x", b)`` with two long texts).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _budget: ContextVar[list[float] | None] = ContextVar("kvcellar_template_budget",
 
 @contextmanager
 def spending() -> Iterator[None]:
-    """Within it, steps and time of a render are counted."""
+    """Count the steps and the time of a render inside."""
     token = _budget.set([MAX_STEPS, time.monotonic() + MAX_SECONDS])
     try:
         yield
@@ -52,18 +52,18 @@ def spending() -> Iterator[None]:
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}``: marks what the model wrote; for rendering it is nothing."""
+    """``{% generation %}``: marks what the model wrote; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body stands for the block."""
+        """Return the body in place of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with bounds; see the module."""
+    """A sandbox with limits; see the module."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -85,7 +85,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return _ConcatToCall().visit(tree)  # type: ignore[no-any-return]
 
     def step(self) -> None:
-        """Count one step of the render that runs."""
+        """Count one step of the current render."""
         budget = _budget.get()
         if budget is None:
             return
@@ -94,11 +94,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it takes more than {MAX_STEPS} steps or {MAX_SECONDS:g} seconds")
 
     def concat_bounded(self, *parts: Any) -> str:
-        """The ``~`` operator."""
+        """Evaluate the ``~`` operator."""
         return "".join(check_size(str(part)) for part in parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """``left operator right``, if what comes out is of bounded size."""
+        """Evaluate ``left operator right``, if the result is within the limits."""
         del context
         if operator == "**" and isinstance(right, int | float) and abs(right) > 64:
             raise SecurityError(f"power {right} is too large")
@@ -109,7 +109,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return check_size(self.binop_table[operator](left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` of the template's: its fields are no wider than they may be."""
+        """Wrap ``str.format``, if no field is too wide."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_format(value.__self__)
@@ -129,7 +129,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def check_size(value: Any) -> Any:
-    """The value, if it is of bounded size."""
+    """Return the value, if its size is within the limits."""
     if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_CHARS:
         raise SecurityError(f"a value of {len(value)} items is too large")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -138,7 +138,7 @@ def check_size(value: Any) -> Any:
 
 
 class _ConcatToCall(NodeTransformer):
-    """``a ~ b`` becomes a call of ours: Jinja lets only operators with two sides be watched."""
+    """Turn ``a ~ b`` into a call: Jinja can intercept only binary operators."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor's naming
         self.generic_visit(node)

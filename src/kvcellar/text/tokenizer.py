@@ -1,28 +1,17 @@
-"""Text to tokens and back, from the vocabulary that a GGUF file carries.
+"""Text to tokens and back, with the vocabulary of a GGUF file.
 
-Two kinds of vocabulary are understood: byte-level BPE (``gpt2``) and SentencePiece's BPE
-(``llama``). The tokens are those that llama.cpp gives. Invariants:
+Byte-level BPE (``gpt2``) and SentencePiece's BPE (``llama``) are known; the tokens are llama.cpp's.
+Tokens that are matched whole are cut out of a text first (:class:`Partition`), and an
+:class:`Encoder` tokenizes what lies between them. Invariants:
 
-1. Tokens that the file calls user-defined are matched wherever they stand; control tokens only
-   with ``parse_special``, so that without it no text can spell one.
+1. User-defined tokens are matched wherever they stand; control tokens only with
+   ``parse_special``, so that without it no text can spell one.
 2. ``decode(encode(text, add_special=False), skip_special=False) == text`` for every text whose
    bytes the vocabulary can spell.
-3. No metadata and no argument gives another exception than ``TokenizerError`` or
-   ``UnsupportedModel``.
-
-Tokens back to text as they arrive, whole characters only.
-
-Invariants:
-
-1. Whatever the tokens, ``push`` over all of them and ``finish`` concatenate to
-   ``Tokenizer.decode`` of the same tokens.
-2. No text that was returned is ever taken back or completed: bytes of an unfinished character
-   wait; bytes that cannot become one turn into U+FFFD.
-
-Cutting text at the tokens that are matched as they stand, before anything else.
-
-Longer tokens first, over the whole text, as llama.cpp does it: of two that overlap the longer one
-wins, wherever it begins.
+3. No metadata and no argument raises anything but ``TokenizerError`` or ``UnsupportedModel``.
+4. ``Detokenizer.push`` over any tokens and ``finish`` concatenate to ``Tokenizer.decode`` of them.
+5. Text that a detokenizer returned is never changed: bytes of an unfinished character wait, and
+   bytes that cannot become a character turn into U+FFFD.
 """
 
 from __future__ import annotations
@@ -47,144 +36,19 @@ from kvcellar.text.vocab import (
     read_vocab,
 )
 
-
-class Detokenizer:
-    """Text of a stream of tokens.
-
-    Args:
-        tokenizer: whose tokens they are.
-        skip_special: leave control tokens out rather than spell them.
-        continuing: the tokens follow others, so the space that SentencePiece vocabularies put
-            before a text is a real one.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, continuing: bool = False
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_next = tokenizer.strips_space and not continuing
-
-    def push(self, token: int) -> str:
-        """The text that this token completes, often empty.
-
-        Raises:
-            TokenizerError: no such token.
-        """
-        tokenizer = self._tokenizer
-        piece = tokenizer.token_bytes(token)
-        if tokenizer.is_matched_whole(token):
-            self._strip_next = tokenizer.strips_space
-            if self._skip_special and tokenizer.is_special(token):
-                return ""
-        elif self._strip_next and piece:
-            self._strip_next = False
-            piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
-
-    def finish(self) -> str:
-        """What is still held back, as U+FFFD; nothing is held back afterwards."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
-
-
-Fragment = str | int
-"""Text still to be tokenized, or the id of a token that was found."""
-
+_NO_VOCABULARY = (None, "none", "no_vocab", "test")
 _KEY_CHARS = 3
 
-
-class Partition:
-    """Splits text at a fixed set of token texts.
-
-    Args:
-        texts: ``(text, id)`` pairs; texts are not empty.
-        strip_after: drop white space that follows a match.
-    """
-
-    def __init__(self, texts: Iterable[tuple[str, int]], *, strip_after: bool = False) -> None:
-        # A vocabulary may have thousands of them, hardly ever present: one search for a common
-        # beginning rules out a whole group.
-        self._groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        for text, token in texts:
-            self._groups[text[:_KEY_CHARS]].append((text, token))
-        self._strip_after = strip_after
-
-    def split(self, text: str) -> list[Fragment]:
-        """The fragments of a text, in order; no empty strings among them."""
-        if not text:
-            return []
-        fragments: list[Fragment] = [text]
-        for needle, token in self._present(text):
-            fragments = self._split_at(fragments, needle, token)
-        return fragments
-
-    def _present(self, text: str) -> list[tuple[str, int]]:
-        found = [
-            item
-            for key, group in self._groups.items()
-            if key in text
-            for item in group
-            if item[0] in text
-        ]
-        return sorted(found, key=lambda item: -len(item[0].encode("utf-8", "surrogatepass")))
-
-    def _split_at(self, fragments: list[Fragment], needle: str, token: int) -> list[Fragment]:
-        result: list[Fragment] = []
-        for fragment in fragments:
-            if isinstance(fragment, int) or needle not in fragment:
-                result.append(fragment)
-                continue
-            for i, part in enumerate(fragment.split(needle)):
-                if i:
-                    result.append(token)
-                    part = part.lstrip(" \t\n\r\v\f") if self._strip_after else part
-                if part:
-                    result.append(part)
-        return result
-
-
-_NO_VOCABULARY = (None, "none", "no_vocab", "test")
-
-
-class Encoder(Protocol):
-    """What a kind of vocabulary knows: how to cut plain text, and what a piece stands for."""
-
-    strips_space: bool
-
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """The ids of a text without special tokens."""
-
-    def piece_bytes(self, text: str, kind: int) -> bytes:
-        """The bytes that a piece stands for."""
-
-
-class NoEncoder:
-    """Stands in where a file has no usable vocabulary: every use says so."""
-
-    strips_space = False
-
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """Raises TokenizerError."""
-        del text, after_special
-        raise TokenizerError(
-            "this model has no tokenizer: pass token ids instead of text, from Python only"
-        )
-
-    def piece_bytes(self, text: str, kind: int) -> bytes:
-        """Raises TokenizerError."""
-        del text, kind
-        raise TokenizerError("this model has no tokenizer: use the token ids as they are")
+Fragment = str | int
+"""Text to be tokenized, or the id of a token that was matched."""
 
 
 class Tokenizer:
-    """A vocabulary with the way to use it.
+    """A vocabulary and how to use it.
 
     Attributes:
         vocab: pieces, kinds and the tokens with a meaning.
-        strips_space: a space was put before each text, and is taken away again.
+        strips_space: whether encoding puts a space before a text, which decoding removes.
     """
 
     def __init__(self, vocab: Vocab, encoder: Encoder) -> None:
@@ -197,14 +61,14 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Metadata) -> Tokenizer:
-        """The tokenizer of a GGUF file.
+        """Return the tokenizer of a GGUF file.
 
-        A file without vocabulary (``tokenizer.ggml.model`` absent, "none" or "test") gives one
-        that knows its tokens' number (0 where the file lists none) and raises on text.
+        Without a vocabulary (``tokenizer.ggml.model`` absent, "none" or "test") it knows only the
+        number of tokens (0 where the file lists none) and raises on text.
 
         Raises:
             TokenizerError: the metadata are damaged; names the key.
-            UnsupportedModel: a kind of vocabulary, or of pre-tokenizer, that we lack.
+            UnsupportedModel: an unknown kind of vocabulary or pre-tokenizer.
         """
         model = read_string(metadata, PREFIX + "model")
         if model in _NO_VOCABULARY:
@@ -258,13 +122,13 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """The tokens of a text.
+        """Return the tokens of a text.
 
         Args:
-            text: any text; empty is fine.
+            text: any text, also "".
             add_special: add BOS and EOS where the file says so.
-            parse_special: read control tokens where the text spells them. Not for text of
-                strangers: they could end a turn and begin another.
+            parse_special: match control tokens that the text spells. Do not use it for text that is
+                not trusted: it could end a turn and begin another.
 
         Raises:
             TokenizerError: a lone surrogate, or a character the vocabulary cannot spell.
@@ -283,7 +147,7 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False
     ) -> str:
-        """The text of tokens; bytes that make no character become U+FFFD.
+        """Return the text of tokens; bytes that make no character become U+FFFD.
 
         Args:
             ids: the tokens.
@@ -298,7 +162,7 @@ class Tokenizer:
         return "".join(parts) + stream.finish()
 
     def detokenizer(self, *, skip_special: bool = True, continuing: bool = False) -> Detokenizer:
-        """A fresh stream from tokens to text."""
+        """Return a new stream from tokens to text."""
         return Detokenizer(self, skip_special=skip_special, continuing=continuing)
 
     def token_bytes(self, token: int) -> bytes:
@@ -311,7 +175,7 @@ class Tokenizer:
         return self._encoder.piece_bytes(self.vocab.tokens[i], int(self.vocab.kinds[i]))
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is a control token, or the unknown one: no part of the text.
+        """Whether a token is no part of the text: a control token, or the unknown one.
 
         Raises:
             TokenizerError: no such token.
@@ -319,7 +183,7 @@ class Tokenizer:
         return self._check_id(token) in self._control
 
     def is_matched_whole(self, token: int) -> bool:
-        """Whether a token is matched as it stands, before text is cut: special or user-defined."""
+        """Whether a token is matched whole, before text is tokenized: special or user-defined."""
         i = self._check_id(token)
         return i in self._control or i in self._user
 
@@ -364,3 +228,128 @@ def _read_bare_vocab(metadata: Metadata) -> Vocab:
     if PREFIX + "tokens" not in metadata:
         return EMPTY_VOCAB
     return read_vocab(metadata, add_bos=False, defaults=None)
+
+
+class Detokenizer:
+    """Turn a stream of tokens into text, whole characters at a time.
+
+    Args:
+        tokenizer: the tokenizer of these tokens.
+        skip_special: leave control tokens out rather than spell them.
+        continuing: the tokens follow others, so the space that SentencePiece vocabularies put
+            before a text is a real one.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, continuing: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_next = tokenizer.strips_space and not continuing
+
+    def push(self, token: int) -> str:
+        """Return the text that this token completes, often "".
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        tokenizer = self._tokenizer
+        piece = tokenizer.token_bytes(token)
+        if tokenizer.is_matched_whole(token):
+            self._strip_next = tokenizer.strips_space
+            if self._skip_special and tokenizer.is_special(token):
+                return ""
+        elif self._strip_next and piece:
+            self._strip_next = False
+            piece = piece.removeprefix(b" ")
+        return self._decoder.decode(piece)
+
+    def finish(self) -> str:
+        """Return U+FFFD for bytes that still wait, and start over."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class Partition:
+    """Split text at a fixed set of token texts.
+
+    Longer tokens go first, over the whole text, as in llama.cpp: of two that overlap the longer one
+    wins, wherever it begins.
+
+    Args:
+        texts: ``(text, id)`` pairs; texts are not empty.
+        strip_after: drop white space that follows a match.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, int]], *, strip_after: bool = False) -> None:
+        # A vocabulary may have thousands of them, and a text hardly any: one search for a common
+        # beginning rules out a whole group.
+        self._groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        for text, token in texts:
+            self._groups[text[:_KEY_CHARS]].append((text, token))
+        self._strip_after = strip_after
+
+    def split(self, text: str) -> list[Fragment]:
+        """The fragments of a text, in order, without empty strings."""
+        if not text:
+            return []
+        fragments: list[Fragment] = [text]
+        for needle, token in self._present(text):
+            fragments = self._split_at(fragments, needle, token)
+        return fragments
+
+    def _present(self, text: str) -> list[tuple[str, int]]:
+        found = [
+            item
+            for key, group in self._groups.items()
+            if key in text
+            for item in group
+            if item[0] in text
+        ]
+        return sorted(found, key=lambda item: -len(item[0].encode("utf-8", "surrogatepass")))
+
+    def _split_at(self, fragments: list[Fragment], needle: str, token: int) -> list[Fragment]:
+        result: list[Fragment] = []
+        for fragment in fragments:
+            if isinstance(fragment, int) or needle not in fragment:
+                result.append(fragment)
+                continue
+            for i, part in enumerate(fragment.split(needle)):
+                if i:
+                    result.append(token)
+                    part = part.lstrip(" \t\n\r\v\f") if self._strip_after else part
+                if part:
+                    result.append(part)
+        return result
+
+
+class Encoder(Protocol):
+    """A kind of vocabulary: how to tokenize plain text, and what a piece stands for."""
+
+    strips_space: bool
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """The ids of a text without special tokens."""
+
+    def piece_bytes(self, text: str, kind: int) -> bytes:
+        """The bytes that a piece stands for."""
+
+
+class NoEncoder:
+    """The encoder of a file without a usable vocabulary: every use raises."""
+
+    strips_space = False
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """Raises TokenizerError."""
+        del text, after_special
+        raise TokenizerError(
+            "this model has no tokenizer: pass token ids instead of text, from Python only"
+        )
+
+    def piece_bytes(self, text: str, kind: int) -> bytes:
+        """Raises TokenizerError."""
+        del text, kind
+        raise TokenizerError("this model has no tokenizer: use the token ids as they are")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvcellar.backends.ggml.gguf import GgufFile, read_metadata, stored_shape
+from kvcellar.backends.ggml.gguf import GgufFile, stored_shape
 from kvcellar.errors import ModelFileError
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
@@ -72,11 +72,6 @@ def test_files_do_not_tell_a_row_from_a_vector(
 def test_the_longest_name_is_read(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf", {}, {"n" * 63: np.zeros(4, np.float32)})
     assert list(GgufFile(path).tensors) == ["n" * 63]
-
-
-def test_metadata_can_be_read_alone(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "x.gguf", {"a.b": 7}, {})
-    assert read_metadata(path) == {"a.b": 7}
 
 
 def test_a_path_that_cannot_be_is_an_error() -> None:

@@ -2,39 +2,22 @@
 
 ggml's own reader parses the header. What it does not check (that the tensor data lie within the
 file, that arrays are of a sane size) is checked here, since a damaged file must give an error.
-
-Views of C memory as NumPy arrays.
-
-The tensors of a GGUF file as ggml tensors that point into the mapped file.
 """
 
 from __future__ import annotations
 
-import ctypes as c
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, Tensor
+from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, array_at
 from kvcellar.backends.ggml.library import Library, load
 from kvcellar.errors import ModelFileError, UnsupportedModel
-
-
-def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A writable view of C memory; the caller keeps the memory alive."""
-    wanted = np.dtype(dtype)
-    n_bytes = wanted.itemsize * int(np.prod(shape, dtype=np.int64))
-    raw = (c.c_uint8 * n_bytes).from_address(address)
-    view: npt.NDArray[Any] = np.frombuffer(memoryview(raw), dtype=wanted).reshape(shape)
-    return view
-
 
 _STRING, _ARRAY = 8, 9
 _DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
@@ -114,11 +97,6 @@ class GgufFile:
                 f"{self.path} is truncated: its tensors end at byte {end}, the file at "
                 f"{len(self._map)}; download it again"
             )
-
-
-def read_metadata(path: str | Path) -> Mapping[str, object]:
-    """The metadata of a GGUF file."""
-    return GgufFile(path).metadata
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -286,8 +264,3 @@ class GgmlWeights:
             self._api.ggml_backend_tensor_alloc(self._buffer, tensor, address)
             self._tensors[info.name] = tensor
         return self._tensors[info.name]
-
-
-def tensor_at(address: int) -> Tensor:
-    """The C structure of a tensor."""
-    return Tensor.from_address(address)

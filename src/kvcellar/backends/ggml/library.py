@@ -14,7 +14,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from kvcellar.backends.ggml.binding import OBJECT_SIZE, Ggml, LogCallback, Tensor
+from kvcellar.backends.ggml.binding import CPU_FEATURES, OBJECT_SIZE, Ggml, LogCallback, Tensor
 from kvcellar.errors import LibraryError
 
 ENV = "KVCELLAR_LIBGGML"
@@ -62,6 +62,10 @@ class Library:
         """The last error ggml logged since the last call, or an empty string."""
         message, self._relay.last_error = self._relay.last_error, ""
         return message
+
+    def features(self) -> tuple[str, ...]:
+        """Those of ``CPU_FEATURES`` that this build uses."""
+        return tuple(n for n in CPU_FEATURES if getattr(self.api, f"ggml_cpu_has_{n}")())
 
     def _check(self) -> str:
         if "ggml_version" in self.api.missing:

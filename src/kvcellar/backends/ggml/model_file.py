@@ -9,7 +9,8 @@ import numpy as np
 
 from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, array_at
+from kvcellar.backends.ggml.binding import array_at
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.jit.attention import why_no_kernel
 from kvcellar.backends.ggml.model_memory import GgmlMemory

@@ -1,16 +1,16 @@
-"""Files of values: one each, which says itself what it holds, so that an index can be made anew.
+"""One self-describing file per value, so that the index can be rebuilt from the files.
 
 ::
 
     magic, version, length of the JSON, length of the value,
-    xxh3-128 of the value, xxh3-128 of all that stands before and of the JSON
+    xxh3-128 of the value, xxh3-128 of all before it and of the JSON
     JSON: key, time of creation, note
     zeros up to a multiple of 64
     the value
 
 A file is written once, under a name that is never used again (``KEY.GENERATION``), its header
-last. So whoever has opened one reads one whole value, whatever happens to its name; and a file
-whose writer died has no header.
+last. So an open file reads as one whole value, whatever happens to its name, and a file whose
+writer died has no header.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 class Damaged(Exception):
-    """A file does not hold what it should; never leaves the store."""
+    """A file does not hold what it should; the store handles it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Which put of which key a file is of."""
+    """The key of a file, and a random number of the put that wrote it."""
 
     key: str
     generation: str
 
     @classmethod
     def new(cls, key: str) -> Name:
-        """One that no other put has."""
+        """A name that no other put has."""
         return cls(key, os.urandom(8).hex())
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """The name of a file, None if it is none of ours."""
+        """The name of a file, None if it is no file of values."""
         key, _, generation = text.rpartition(".")
         name = cls(key, generation)
         return name if name.is_sound else None
 
     @property
     def is_sound(self) -> bool:
-        """Whether it names a file of values, and nothing else."""
+        """Whether it names a file of values."""
         return is_key(self.key) and _GENERATION.fullmatch(self.generation) is not None
 
     def under(self, root: Path) -> Path:
-        """Where the file lies; a folder has one in 256, whatever keys begin with."""
+        """The path of the file; keys are spread evenly over 256 folders."""
         folder = xxhash.xxh3_64_hexdigest(self.key.encode())[:2]
         return root / VALUES / folder / f"{self.key}.{self.generation}"
 
@@ -87,9 +87,9 @@ class Header:
 
 
 def write_value(path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool) -> None:
-    """Write a new file; with ``fsync`` it and its name are on disk before this returns.
+    """Write a new file; with ``fsync``, wait until it and its name are on disk.
 
-    Whatever goes wrong, there is no file afterwards.
+    If anything goes wrong, there is no file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
@@ -132,10 +132,10 @@ def _start(n_json: int) -> int:
 
 
 def read_header(descriptor: int) -> Header:
-    """What the file says of itself.
+    """Read the header of a file.
 
     Raises:
-        Damaged: it says nothing, or is not as long as it says.
+        Damaged: there is none, or the file is not as long as it says.
     """
     fixed, digest = os.read(descriptor, _FIXED.size), os.read(descriptor, _DIGEST)
     if len(fixed + digest) < _FIXED.size + _DIGEST:
@@ -174,7 +174,7 @@ def header_of(path: Path) -> Header:
 
 
 def map_value(path: Path, key: str) -> memoryview:
-    """The value, mapped: read from disk as it is checked, copied by nobody.
+    """Map the value and check it; nothing is copied.
 
     Raises:
         Damaged: it is not what was put under that key.
@@ -194,7 +194,7 @@ def map_value(path: Path, key: str) -> memoryview:
 
 
 def _open(path: Path) -> int:
-    """Open a file of ours; anything else in its place is damage."""
+    """Open a file of values; anything else in its place counts as damage."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
     except OSError as error:
@@ -208,7 +208,7 @@ def _open(path: Path) -> int:
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
-    """All files of values, those of dead writers included."""
+    """All files of values, also those of writers that died."""
     try:
         folders = [entry.path for entry in os.scandir(root / VALUES) if entry.is_dir()]
     except FileNotFoundError:
@@ -221,7 +221,7 @@ def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
 
 
 def size_of(path: Path) -> int:
-    """How many bytes a file has; none if it is not there."""
+    """Bytes of a file, 0 if it is not there."""
     try:
         return path.stat().st_size
     except OSError:
@@ -229,7 +229,7 @@ def size_of(path: Path) -> int:
 
 
 def remove(path: Path) -> int:
-    """Unlink a file, if that can be; how many bytes it had."""
+    """Remove a file if possible; return the bytes freed."""
     size = size_of(path)
     try:
         path.unlink()
@@ -239,7 +239,7 @@ def remove(path: Path) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder written to disk, where the system can."""
+    """Sync the names in a folder to disk, where the system can."""
     if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,6 +1,8 @@
-"""Values in a folder that several processes may use at once, and that outlives all of them.
+"""A store in a folder: several processes may use it at once, and it outlives all of them.
 
-Looking after a store on disk: finding what is damaged, removing what nobody needs.
+A put writes a file, then its row in the index; a file without a row is a stray. Dropping an entry
+removes the row, then the file. So a process that is killed leaves a stray at most, and gc removes
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from kvcellar.errors import StoreError
 from kvcellar.stores.base import (
     WRITING_S,
     Absence,
-    Buffer,
+    BytesLike,
     Entry,
     Field,
     Note,
@@ -44,135 +46,6 @@ from kvcellar.stores.disk.index import (
     strays,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What was found in a store.
-
-    Attributes:
-        n_entries: how many entries there are.
-        n_bytes: what their values take.
-        damaged: keys of values that are not what was put; a get would drop them.
-        missing: keys whose file is gone.
-        strays: files that no entry has: left behind by a writer that was killed, or being
-            written right now.
-    """
-
-    n_entries: int
-    n_bytes: int
-    damaged: tuple[str, ...]
-    missing: tuple[str, ...]
-    strays: tuple[Path, ...]
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether every entry has its value; strays do no harm."""
-        return not self.damaged and not self.missing
-
-
-@dataclass(frozen=True, slots=True)
-class GcReport:
-    """What was removed from a store, or would be.
-
-    Attributes:
-        strays: files that no entry had.
-        missing: keys whose file was gone, or not even as long as it should be.
-        evicted: keys that exceeded the budget.
-        bytes_freed: what all the files took.
-    """
-
-    strays: tuple[Path, ...]
-    missing: tuple[str, ...]
-    evicted: tuple[str, ...]
-    bytes_freed: int
-
-
-def examine(root: Path, live: LiveIndex) -> VerifyReport:
-    """Read every value and compare."""
-    live.write(Index.check)
-    files = list(strays(root, set()))  # before the entries: what is entered meanwhile is no stray
-    rows = live.read(Index.rows)
-    faults = {row.name.key: _fault(root, row, whole=True) for row in rows}
-    faults = {row.name.key: faults[row.name.key] for row in rows if _is_still_there(live, row)}
-    known = {row.name.under(root) for row in rows}
-    return VerifyReport(
-        len(rows),
-        sum(row.entry.n_bytes for row in rows),
-        tuple(key for key, fault in faults.items() if fault == "damaged"),
-        tuple(key for key, fault in faults.items() if fault == "missing"),
-        tuple(path for path in files if path not in known and path.exists()),
-    )
-
-
-def plan(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
-    """What :func:`collect` would remove, beside replaced indexes; nothing is changed."""
-    rows = live.read(Index.rows)
-    files, broken = _useless(root, rows, min_age_s)
-    evicted = [] if max_bytes is None else _excess([r for r in rows if r not in broken], max_bytes)
-    going = [*files, *(row.name.under(root) for row in broken + evicted)]
-    return GcReport(tuple(files), _keys(broken), _keys(evicted), sum(map(size_of, going)))
-
-
-def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
-    """Remove strays while nobody can enter one, then what has no file, then what is too much."""
-    removed: dict[Path, int] = {}
-
-    def clean(index: Index) -> tuple[list[Row], list[Row]]:
-        index.check()
-        rows = index.rows()
-        files, broken = _useless(root, rows, min_age_s)
-        removed.update({path: remove(path) for path in files})
-        for row in broken:
-            index.drop(row.name)
-        return broken, [] if max_bytes is None else index.evict(max_bytes)
-
-    broken, evicted = live.write(clean)
-    freed = sum(remove(row.name.under(root)) for row in broken + evicted)
-    freed += sum(removed.values()) + remove_leftovers(root, min_age_s)
-    return GcReport(tuple(removed), _keys(broken), _keys(evicted), freed)
-
-
-def _useless(root: Path, rows: list[Row], min_age_s: float) -> tuple[list[Path], list[Row]]:
-    """Files without an entry, and entries without a file."""
-    files = list(strays(root, {row.name for row in rows}, min_age_s))
-    return files, [row for row in rows if _fault(root, row, whole=False)]
-
-
-def _fault(root: Path, row: Row, whole: bool) -> str:
-    """What is wrong with the file of a row, empty if nothing is."""
-    path = row.name.under(root)
-    try:
-        header = header_of(path)
-        if header.entry.key != row.name.key or header.entry.n_bytes != row.entry.n_bytes:
-            return "damaged"
-        if whole:
-            map_value(path, row.name.key)
-    except FileNotFoundError:
-        return "missing"
-    except (Damaged, OSError):
-        return "damaged"
-    return ""
-
-
-def _excess(rows: list[Row], max_bytes: int) -> list[Row]:
-    """The first rows, so many that the others are within the budget."""
-    left = sum(row.entry.n_bytes for row in rows)
-    for i, row in enumerate(rows):
-        if left <= max_bytes:
-            return rows[:i]
-        left -= row.entry.n_bytes
-    return rows
-
-
-def _is_still_there(live: LiveIndex, row: Row) -> bool:
-    found = live.read(lambda index: index.row(row.name.key))
-    return found is not None and found.name == row.name
-
-
-def _keys(rows: list[Row]) -> tuple[str, ...]:
-    return tuple(row.name.key for row in rows)
-
-
 _ATTEMPTS = 3
 
 
@@ -185,24 +58,25 @@ class DiskStore:
         store.put("3f9a", [header, rows], {"n_tokens": 512})
         store.get("3f9a")  # mapped from the file, nothing is copied
 
-    Any number of processes and threads may use it. One that is killed loses at most the value
-    that it was writing; what that leaves behind, :meth:`gc` removes. Each value is checked when
-    it is got: a damaged one is dropped and counts as absent. A damaged index is made anew from
-    the files. After a power cut the last entries may be missing.
+    Any number of processes and threads may use it. One that is killed loses at most the value that
+    it was writing; :meth:`gc` removes the rest of it. A get checks the value: a damaged one is
+    dropped and counts as absent. A damaged index is rebuilt from the files. After a power cut the
+    last entries may be missing.
 
     The folder has to be on a local disk: SQLite's logs are not made for network file systems.
 
-    The budget counts values; headers and the index add about a kilobyte each. It is kept by
-    whoever puts, so a smaller one takes effect with the next put, or :meth:`gc`. A value that
-    was got stays readable whatever becomes of its entry, but do not shorten its file.
+    The budget counts values; headers and the index add about a kilobyte per value. Every put
+    enforces its own store's budget, so a smaller one takes effect with the next put or :meth:`gc`.
+    A value that a get returned stays readable when its entry is dropped, but do not shorten its
+    file.
 
     Args:
-        path: a folder that is a store, or empty, or not there yet.
-        max_bytes: what all values may take together; None is without end.
-        read_only: never write; shows what is there when it is opened. So is every store whose
-            folder cannot be written to.
-        fsync: wait for the disk when a value is put. Without, a put costs a copy, and a power cut
-            (nothing less) may damage values, which then count as absent.
+        path: a folder that is a store, or empty, or does not exist.
+        max_bytes: limit of the bytes of all values; None: no limit.
+        read_only: never write, and show what is there at opening. A store whose folder cannot be
+            written to is read-only.
+        fsync: wait for the disk in every put. Without it a power cut, and nothing less, may damage
+            values, which then count as absent.
 
     Raises:
         StoreError: the folder is something else, of a newer version, or cannot be read.
@@ -229,8 +103,8 @@ class DiskStore:
             raise StoreError(f"the store in {self._root} cannot be opened: {error}") from error
         self._index = LiveIndex(self._root, self.read_only, fsync)
 
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
-        """Write a file and enter it; see :class:`~kvcellar.stores.base.Store`."""
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
+        """Write a file, then its row; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, about = flat(value), decode_note(encode_note(note))
         n_bytes = sum(piece.nbytes for piece in pieces)
@@ -245,8 +119,8 @@ class DiskStore:
             raise StoreError(f"the file of {key} in {self._root} is removed again and again")
         return True
 
-    def get(self, key: str) -> Buffer | None:
-        """The value, checked and mapped; None too if it was damaged, and so dropped."""
+    def get(self, key: str) -> BytesLike | None:
+        """Return the value, checked and mapped; a damaged one is dropped and None returned."""
         check_key(key)
         while (row := self._row(key)) is not None:
             if (value := self._read(row)) is not None:
@@ -258,12 +132,12 @@ class DiskStore:
         return None
 
     def has(self, key: str) -> bool:
-        """Whether there is a value; it is not looked into."""
+        """Whether there is a value; it is not read."""
         row = self._row(check_key(key))
         return row is not None and self._is_there(row.name)
 
     def touch(self, key: str) -> bool:
-        """Make it the one used last; it is not looked into."""
+        """Make a value the most recently used; it is not read."""
         return self.has(key) and self._use(key)
 
     def why_absent(self, key: str) -> Absence:
@@ -279,23 +153,23 @@ class DiskStore:
         return row is not None and self._drop(row.name)
 
     def entries(self) -> Iterator[Entry]:
-        """All values at this moment, those used longest ago first."""
+        """All values at this moment, least recently used first."""
         return (row.entry for row in self._index.read(Index.rows))
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
-        """Up to so many values whose note has a key there, those used last."""
+        """Up to ``most`` values whose note has a key there, most recently used first."""
         check_key(key)
         return self._index.read(lambda index: index.find(field, key, most))
 
     @property
     def bytes_used(self) -> int:
-        """What all values take together."""
+        """Bytes of all values."""
         return self._index.read(Index.n_bytes)
 
     def verify(self) -> VerifyReport:
         """Read and check every value; others may use the store meanwhile.
 
-        Nothing is changed, but an index that is damaged is made anew.
+        Nothing is changed, except that a damaged index is rebuilt.
         """
         try:
             return examine(self._root, self._index)
@@ -303,12 +177,12 @@ class DiskStore:
             raise StoreError(f"the store in {self._root} cannot be read: {error}") from error
 
     def gc(self, min_age_s: float = WRITING_S, *, dry_run: bool = False) -> GcReport:
-        """Remove what no entry needs, entries without a file, and what exceeds the budget.
+        """Remove files without an entry, entries without a file, and what exceeds the budget.
 
         Args:
-            min_age_s: how long a file must have been left alone, because it could be one that
-                another process is about to enter.
-            dry_run: only tell what would be removed.
+            min_age_s: the age of the youngest file to remove: another process may be about to enter
+                a younger one.
+            dry_run: only report what would be removed.
         """
         if not dry_run:
             self._check_writable()
@@ -319,14 +193,14 @@ class DiskStore:
             raise StoreError(f"the store in {self._root} cannot be cleaned: {error}") from error
 
     def close(self) -> None:
-        """Close the index; values that were got stay readable."""
+        """Close the index; values that a get returned stay readable."""
         self._index.close()
 
     def _row(self, key: str) -> Row | None:
         return self._index.read(lambda index: index.row(key))
 
     def _read(self, row: Row) -> memoryview | None:
-        """The value of a row, None if its file is damaged or gone."""
+        """Read the value of a row; None if its file is damaged or gone."""
         try:
             value = map_value(row.name.under(self._root), row.name.key)
         except (Damaged, FileNotFoundError):
@@ -345,7 +219,7 @@ class DiskStore:
         return True
 
     def _renew(self, key: str) -> bool:
-        """Count a put of what is there as a use; drop it if its file is not what it was."""
+        """Count a put of a value that is there as a use; drop an entry whose file is gone."""
         if (row := self._row(key)) is None:
             return False
         if self._is_there(row.name):
@@ -354,7 +228,7 @@ class DiskStore:
         return False
 
     def _use(self, key: str) -> bool:
-        """Make it the one used last. A disk too full to remember that is no reason to fail."""
+        """Make a value the most recently used. A disk too full to note it is no error."""
         if self.read_only:
             return True
         try:
@@ -363,7 +237,7 @@ class DiskStore:
             return True
 
     def _write(self, entry: Entry, pieces: Sequence[memoryview]) -> bool:
-        """Write and enter a value; False if its file was removed in between."""
+        """Write a file and enter its row; False if the file was removed in between."""
         row = Row(entry, Name.new(entry.key))
         path = row.name.under(self._root)
         try:
@@ -382,7 +256,7 @@ class DiskStore:
         return leaving is not None
 
     def _enter(self, index: Index, row: Row) -> list[Name] | None:
-        """Enter a file: which files that makes superfluous, None if it is not there any more."""
+        """Enter the row; return the files to be removed, None if the row's file is gone."""
         held = index.row(row.name.key)
         if held is not None:
             index.use(row.name.key, row.entry.used)
@@ -395,7 +269,7 @@ class DiskStore:
         return unused + [victim.name for victim in victims]
 
     def _drop(self, name: Name) -> bool:
-        """Forget an entry and remove its file, unless it was put anew meanwhile."""
+        """Drop an entry and its file, unless the key was put again meanwhile."""
         dropped = self._index.write(lambda index: index.drop(name))
         if dropped:
             remove(name.under(self._root))
@@ -408,3 +282,133 @@ class DiskStore:
 
 def _can_write(root: Path) -> bool:
     return os.access(root, os.W_OK | os.X_OK)
+
+
+# -- maintenance
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What :meth:`DiskStore.verify` found.
+
+    Attributes:
+        n_entries: entries in the store.
+        n_bytes: bytes of their values.
+        damaged: keys of damaged values; a get would drop them.
+        missing: keys whose file is gone.
+        strays: files without an entry: left by a writer that was killed, or being written.
+    """
+
+    n_entries: int
+    n_bytes: int
+    damaged: tuple[str, ...]
+    missing: tuple[str, ...]
+    strays: tuple[Path, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every entry has its value; strays are harmless."""
+        return not self.damaged and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What :meth:`DiskStore.gc` removed, or would remove.
+
+    Attributes:
+        strays: files without an entry.
+        missing: keys whose file was gone or had the wrong size.
+        evicted: keys that exceeded the budget.
+        bytes_freed: bytes of all these files.
+    """
+
+    strays: tuple[Path, ...]
+    missing: tuple[str, ...]
+    evicted: tuple[str, ...]
+    bytes_freed: int
+
+
+def examine(root: Path, live: LiveIndex) -> VerifyReport:
+    """Read and check every value."""
+    live.write(Index.check)
+    files = list(strays(root, set()))  # before the entries: what is entered meanwhile is no stray
+    rows = live.read(Index.rows)
+    faults = {row.name.key: _fault(root, row, whole=True) for row in rows}
+    faults = {row.name.key: faults[row.name.key] for row in rows if _is_still_there(live, row)}
+    known = {row.name.under(root) for row in rows}
+    return VerifyReport(
+        len(rows),
+        sum(row.entry.n_bytes for row in rows),
+        tuple(key for key, fault in faults.items() if fault == "damaged"),
+        tuple(key for key, fault in faults.items() if fault == "missing"),
+        tuple(path for path in files if path not in known and path.exists()),
+    )
+
+
+def plan(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
+    """Return what :func:`collect` would remove, except replaced indexes."""
+    rows = live.read(Index.rows)
+    files, broken = _useless(root, rows, min_age_s)
+    evicted = [] if max_bytes is None else _excess([r for r in rows if r not in broken], max_bytes)
+    going = [*files, *(row.name.under(root) for row in broken + evicted)]
+    return GcReport(tuple(files), _keys(broken), _keys(evicted), sum(map(size_of, going)))
+
+
+def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float) -> GcReport:
+    """Remove strays while nobody can enter one, then entries without a file, then the excess."""
+    removed: dict[Path, int] = {}
+
+    def clean(index: Index) -> tuple[list[Row], list[Row]]:
+        index.check()
+        rows = index.rows()
+        files, broken = _useless(root, rows, min_age_s)
+        removed.update({path: remove(path) for path in files})
+        for row in broken:
+            index.drop(row.name)
+        return broken, [] if max_bytes is None else index.evict(max_bytes)
+
+    broken, evicted = live.write(clean)
+    freed = sum(remove(row.name.under(root)) for row in broken + evicted)
+    freed += sum(removed.values()) + remove_leftovers(root, min_age_s)
+    return GcReport(tuple(removed), _keys(broken), _keys(evicted), freed)
+
+
+def _useless(root: Path, rows: list[Row], min_age_s: float) -> tuple[list[Path], list[Row]]:
+    """Files without an entry, and entries without a file."""
+    files = list(strays(root, {row.name for row in rows}, min_age_s))
+    return files, [row for row in rows if _fault(root, row, whole=False)]
+
+
+def _fault(root: Path, row: Row, whole: bool) -> str:
+    """Name what is wrong with the file of a row; "" if nothing is."""
+    path = row.name.under(root)
+    try:
+        header = header_of(path)
+        if header.entry.key != row.name.key or header.entry.n_bytes != row.entry.n_bytes:
+            return "damaged"
+        if whole:
+            map_value(path, row.name.key)
+    except FileNotFoundError:
+        return "missing"
+    except (Damaged, OSError):
+        return "damaged"
+    return ""
+
+
+def _excess(rows: list[Row], max_bytes: int) -> list[Row]:
+    """The first rows, as many as must go for the others to be within the budget."""
+    left = sum(row.entry.n_bytes for row in rows)
+    for i, row in enumerate(rows):
+        if left <= max_bytes:
+            return rows[:i]
+        left -= row.entry.n_bytes
+    return rows
+
+
+def _is_still_there(live: LiveIndex, row: Row) -> bool:
+    found = live.read(lambda index: index.row(row.name.key))
+    return found is not None and found.name == row.name
+
+
+def _keys(rows: list[Row]) -> tuple[str, ...]:
+    return tuple(row.name.key for row in rows)
