@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -19,9 +19,25 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.demo import find_model
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.text.tokenizer import Tokenizer
+from tests.profiles import load_profiles
 from tests.prompts.helpers import BLOCK
 from tests.runtime.archs import F32, opened
 from tests.text.vocabularies import MetadataMaker, make_bpe, make_spm
+from tests.workers import Worker
+
+WORKER = pytest.StashKey[Worker]()
+
+
+@pytest.hookimpl(tryfirst=True)  # what --hypothesis-profile names is loaded afterwards
+def pytest_configure(config: pytest.Config) -> None:
+    load_profiles()
+    config.stash[WORKER] = Worker.of_environment(os.environ)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with item.config.stash[WORKER].turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

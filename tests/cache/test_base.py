@@ -12,7 +12,7 @@ from kvcellar.batch import Batch
 from kvcellar.cache.base import Cache
 from kvcellar.errors import CacheError, CacheFull, OptionError, SequenceIdError
 from kvcellar.testing.duel import snapshot
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     N_SEQ,
     everything,
     full,

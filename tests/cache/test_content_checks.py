@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.content import (
@@ -23,7 +23,7 @@ from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
 from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, StateLayer, StateSpec
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     N_SEQ,
     WINDOW,
     check_texts,
@@ -34,6 +34,7 @@ from tests.cache.porting_helpers import (
     states_of,
     text_of,
 )
+from tests.profiles import examples
 
 Change: TypeAlias = Callable[[Any], Any]
 SPECS: list[CacheSpec | StateSpec] = [
@@ -319,7 +320,7 @@ def _damaged(values: AnyArray, number: int, at: int, how: int, dtype: type) -> A
     return new
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), damage()), min_size=1, max_size=2))
 def test_whatever_is_changed_is_refused_or_harmless(
     changes: list[tuple[tuple[object, ...], Change]],

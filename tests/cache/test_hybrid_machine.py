@@ -6,34 +6,31 @@ the cells that the masks show. Whether a verb is done is what all parts, asked a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
-from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Transaction
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import CacheFull, InvariantError
 from kvcellar.plan import Plan
+from kvcellar.testing.duel import CacheDuel, Interrupted
+from kvcellar.testing.machine import RewindMachine, in_use
 from kvcellar.testing.state_conformance import HistoryStore
 from kvcellar.testing.stores import SignatureStore
 from tests.cache.toy_parts import Text, group, sliding, texts
+from tests.profiles import examples
 
 N_SEQ, WINDOW, N_KEPT = 3, 4, 6
-SEQS = st.integers(0, N_SEQ - 1)
-POSITIONS = st.integers(-1, 14)
-
-
-class Interrupted(BaseException):
-    """Stands for KeyboardInterrupt while a batch is computed."""
 
 
 def alone(part: Cache, ask: Callable[[Cache], int]) -> int:
@@ -44,58 +41,53 @@ def alone(part: Cache, ask: Callable[[Cache], int]) -> int:
     return answer
 
 
-class Edits(RuleBasedStateMachine):
-    """A cache with a full group and others, and the texts that it should hold."""
+class HybridDuel(CacheDuel[list[Text]]):
+    """A cache with a full group and others, and the texts that it should hold.
 
-    with_states, slides = True, False
+    Attributes:
+        naive: the text of each sequence.
+    """
 
-    def make(self) -> HybridCache:
+    def __init__(self, *, with_states: bool, slides: bool) -> None:
+        super().__init__()
         window = group(24, window=WINDOW, stubborn=True, n_seq_max=N_SEQ)
-        if self.slides:
+        if slides:
             window = sliding(WINDOW, N_SEQ)
-        groups = [group(24, n_seq_max=N_SEQ), window]
-        if not self.with_states:
-            return HybridCache(groups)
-        self.store = HistoryStore(state_rows(N_SEQ, N_KEPT), N_SEQ)
-        policy = CheckpointPolicy(CheckpointBudget(N_KEPT), every=2)
-        return HybridCache(groups, RecurrentCache(self.store, policy))
+        states = None
+        if with_states:
+            self.store = HistoryStore(state_rows(N_SEQ, N_KEPT), N_SEQ)
+            policy = CheckpointPolicy(CheckpointBudget(N_KEPT), every=2)
+            states = RecurrentCache(self.store, policy)
+        self.cache: HybridCache = HybridCache([group(24, n_seq_max=N_SEQ), window], states)
+        self.naive = [[] for _ in range(N_SEQ)]
+        self._tokens = itertools.count(100)
 
-    @initialize()
-    def start(self) -> None:
-        self.cache = self.make()
-        self.text: list[Text] = [[] for _ in range(N_SEQ)]
-        self.open: list[tuple[Transaction, list[Text]]] = []
-        self.next_token = 100
+    def state(self) -> object:
+        return [texts(self.cache, seq) for seq in range(N_SEQ)]
 
     # -- decoding
 
-    @rule(
-        seqs=st.lists(SEQS, min_size=1, max_size=7),
-        n_ubatch=st.integers(1, 4),
-        stop_at=st.none() | st.integers(0, 2),
-    )
-    def decode(self, seqs: list[int], n_ubatch: int, stop_at: int | None) -> None:
-        batch, after = Batch(), deepcopy(self.text)
+    def decode(self, seqs: Sequence[int], n_ubatch: int, stop_at: int | None) -> None:
+        batch, after = Batch(), deepcopy(self.naive)
         for seq in seqs:
-            at = after[seq][-1][1] + 1 if after[seq] else 0
-            batch.add(self.next_token, at, seq)
-            after[seq].append((self.next_token, at))
-            self.next_token += 1
+            token, at = next(self._tokens), after[seq][-1][1] + 1 if after[seq] else 0
+            batch.add(token, at, seq)
+            after[seq].append((token, at))
         try:
             with self.cache.place(batch, n_ubatch) as placement:
                 for i, plan in enumerate(placement.plans()):
-                    self.compute(plan, after)
+                    self._compute(plan, after)
                     if i == stop_at:
                         raise Interrupted
-            self.text = after
+            self.naive = after
         except (Interrupted, CacheFull):
             pass
 
-    def compute(self, plan: Plan, after: list[Text]) -> None:
+    def _compute(self, plan: Plan, after: list[Text]) -> None:
         tokens = plan.micro.tokens
         assert tokens is not None
         owners = unpack_owners(plan.micro.owners)[1].tolist()
-        if self.with_states:
+        if plan.states is not None:
             self.store.absorb(plan)
         for cells, part in zip(plan.groups, self.cache.groups, strict=True):
             assert isinstance(part, AttentionCache)
@@ -109,91 +101,70 @@ class Edits(RuleBasedStateMachine):
                 wanted = [token for token, where in after[seq] if first <= where <= at]
                 assert sorted(seen.tolist()) == wanted
 
-    # -- edits
+    # -- verbs
 
-    @rule(seq=SEQS | st.just(-1), p0=POSITIONS, p1=POSITIONS)
-    def remove(self, seq: int, p0: int, p1: int) -> None:
+    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
         possible = all(alone(part, lambda p: p.seq_rm(seq, p0, p1)) for part in self.cache.parts)
         assert self.cache.seq_rm(seq, p0, p1) == possible
         if possible:
             for one in range(N_SEQ) if seq == -1 else [seq]:
-                self.text[one] = [
-                    (token, at) for token, at in self.text[one] if at < p0 or (p1 >= 0 and at >= p1)
+                self.naive[one] = [
+                    (token, at)
+                    for token, at in self.naive[one]
+                    if at < p0 or (p1 >= 0 and at >= p1)
                 ]
 
-    @rule(seq=SEQS, back=st.integers(1, 6))
-    def remove_the_end(self, seq: int, back: int) -> None:
-        self.remove(seq, max(0, self.cache.seq_pos_max(seq) + 1 - back), -1)
-
-    @rule(seq=SEQS, p0=POSITIONS)
     def rewind(self, seq: int, p0: int) -> None:
-        end = max([at for _, at in self.text[seq]], default=-1) + 1
+        end = max([at for _, at in self.naive[seq]], default=-1) + 1
         common = min(max(p0, 0), end)
-        while not self.can_go_back_to(seq, common):
+        while not self._can_go_back_to(seq, common):
             common -= 1
         assert self.cache.rewind(seq, p0) == common
-        self.text[seq] = [(token, at) for token, at in self.text[seq] if at < common]
+        self.naive[seq] = [(token, at) for token, at in self.naive[seq] if at < common]
 
-    def can_go_back_to(self, seq: int, p0: int) -> bool:
-        parts = self.cache.parts
-        return all(alone(part, lambda p: p.rewind(seq, p0)) == p0 for part in parts)
+    def _can_go_back_to(self, seq: int, p0: int) -> bool:
+        return all(alone(part, lambda p: p.rewind(seq, p0)) == p0 for part in self.cache.parts)
 
-    @rule(src=SEQS, dst=SEQS)
-    def share(self, src: int, dst: int) -> None:
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        assert p0 == p1 == -1
         self.cache.seq_cp(src, dst)
-        self.text[dst] = list(self.text[src])
+        self.naive[dst] = list(self.naive[src])
 
-    @rule(seq=SEQS, delta=st.integers(0, 3))
-    def move(self, seq: int, delta: int) -> None:
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        assert p0 == p1 == -1
         try:
-            self.cache.seq_add(seq, -1, -1, delta)
+            self.cache.seq_add(seq, p0, p1, delta)
         except CacheFull:
             return
-        self.text[seq] = [(token, at + delta) for token, at in self.text[seq]]
+        self.naive[seq] = [(token, at + delta) for token, at in self.naive[seq]]
 
-    @rule(what=st.sampled_from(["compact", "compact", "keep", "clear"]), seq=SEQS)
-    def tidy(self, what: str, seq: int) -> None:
-        if what == "compact":
-            self.cache.defrag()
-            self.cache.update()
-        elif what == "keep":
-            self.cache.seq_keep(seq)
-            self.text = [text if i == seq else [] for i, text in enumerate(self.text)]
-        else:
-            self.cache.clear(data=bool(seq))
-            self.text = [[] for _ in range(N_SEQ)]
+    def defrag(self) -> None:
+        self.cache.defrag()
+        self.cache.update()
 
-    # -- transactions
+    def seq_keep(self, seq: int) -> None:
+        self.cache.seq_keep(seq)
+        self.naive = [text if i == seq else [] for i, text in enumerate(self.naive)]
 
-    @precondition(lambda self: len(self.open) < 2)
-    @rule()
-    def begin(self) -> None:
-        self.open.append((self.cache.transaction(), deepcopy(self.text)))
-
-    @precondition(lambda self: self.open)
-    @rule()
-    def commit(self) -> None:
-        self.open.pop()[0].commit()
-
-    @precondition(lambda self: self.open)
-    @rule(outermost=st.booleans())
-    def roll_back(self, outermost: bool) -> None:
-        transaction, self.text = self.open[0 if outermost else -1]
-        transaction.rollback()
-        del self.open[0 if outermost else -1 :]
+    def clear(self, data: bool) -> None:
+        self.cache.clear(data=data)
+        self.naive = [[] for _ in range(N_SEQ)]
 
     # -- what must hold
 
-    @invariant()
-    def every_part_knows_the_texts(self) -> None:
+    def check(self) -> None:
         self.cache.check()
-        for seq, text in enumerate(self.text):
+        self._check_texts()
+        self._check_rows()
+        self._check_states()
+
+    def _check_texts(self) -> None:
+        for seq, text in enumerate(self.naive):
             assert texts(self.cache, seq) == [text] * len(self.cache.parts)
             assert self.cache.seq_pos_max(seq) == (text[-1][1] if text else -1)
             assert self.cache.seq_count(seq) == len(text)
 
-    @invariant()
-    def every_row_is_that_of_its_token(self) -> None:
+    def _check_rows(self) -> None:
         for part in self.cache.groups:
             assert isinstance(part, AttentionCache)
             assert isinstance(part.store, SignatureStore)
@@ -202,18 +173,45 @@ class Edits(RuleBasedStateMachine):
             stands = table.positions[used] - table.pending[used]
             assert np.array_equal(part.store.rotation[used], stands)
 
-    @invariant()
-    def every_state_is_that_of_its_text(self) -> None:
-        if not self.with_states:
-            return
+    def _check_states(self) -> None:
         states = self.cache.states
+        if states is None:
+            return
         assert isinstance(states, RecurrentCache)
-        for held, text in zip(states.states.of, self.text, strict=True):
+        for held, text in zip(states.states.of, self.naive, strict=True):
             if held is not None:
                 tokens = tuple(token for token, _ in text)
                 assert self.store.text(held.row) == tokens
                 for kept in held.checkpoints:
                     assert self.store.text(kept.row) == tokens[: kept.n]
+
+
+class Edits(RewindMachine):
+    """A full group, a stubborn one, and states."""
+
+    with_states, slides = True, False
+    seqs, bounds, shared = st.integers(0, N_SEQ - 1), st.integers(-1, 14), st.just(-1)
+    moves = st.tuples(st.just(-1), st.just(-1), st.integers(0, 3))
+
+    def is_crowded(self) -> bool:
+        return all(self.duel.naive)
+
+    @initialize()
+    def start(self) -> None:
+        self.duel = HybridDuel(with_states=self.with_states, slides=self.slides)
+
+    @rule(
+        seqs=st.lists(st.integers(0, N_SEQ - 1), min_size=1, max_size=7),
+        n_ubatch=st.integers(1, 4),
+        stop_at=st.none() | st.integers(0, 2),
+    )
+    def decode(self, seqs: list[int], n_ubatch: int, stop_at: int | None) -> None:
+        self.duel.decode(seqs, n_ubatch, stop_at)
+
+    @in_use
+    @rule()
+    def defrag(self) -> None:
+        self.duel.defrag()
 
 
 class EditsOfGroups(Edits):
@@ -234,7 +232,7 @@ class EditsOfWindows(Edits):
     with_states, slides = False, True
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=25, deadline=None)
+SETTINGS = examples(60, steps=25)
 for machine in (Edits, EditsOfGroups, EditsOfAll, EditsOfWindows):
     machine.TestCase.settings = SETTINGS
 TestEdits = Edits.TestCase
@@ -247,7 +245,7 @@ def test_the_machine_notices_a_part_that_is_left_behind() -> None:
     machine = Edits()
     machine.start()
     machine.decode([0, 0, 0], 4, None)
-    machine.every_part_knows_the_texts()
-    assert machine.cache.groups[0].seq_rm(0, 2, -1)
+    machine.agree()
+    assert machine.duel.cache.groups[0].seq_rm(0, 2, -1)
     with pytest.raises(InvariantError, match="different"):
-        machine.every_part_knows_the_texts()
+        machine.agree()

@@ -9,7 +9,7 @@ from kvcellar.cache import AttentionCache, HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.errors import BatchError, CacheFull, PositionError
 from tests.cache.helpers import snapshot
-from tests.cache.state_helpers import cache_of, everything, state, store_of
+from tests.cache.states import cache_of, everything, state, store_of
 from tests.cache.toy_parts import group
 
 

@@ -14,7 +14,7 @@ from kvcellar.errors import (
     PositionError,
 )
 from kvcellar.types import MAX_POSITION, StateLayer, StateSpec
-from tests.cache.state_helpers import (
+from tests.cache.states import (
     N_SEQ,
     cache_of,
     compute,

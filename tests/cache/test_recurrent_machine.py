@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import initialize, precondition, rule
 
+from kvcellar.testing.machine import RewindMachine, in_use
 from kvcellar.testing.recurrent_duel import N_SEQ, RecurrentDuel
+from tests.profiles import examples
 
 SEQS = st.integers(0, N_SEQ - 1)
-BOUNDS = st.just(-1) | st.integers(-1, 9)  # mostly open, so that verbs often succeed
+MOSTLY_OPEN = st.just(-1) | st.integers(-1, 9)  # so that verbs often succeed
 OWNERS = st.frozensets(SEQS, min_size=1, max_size=2)
-_in_use = precondition(lambda machine: machine.duel.naive.of)
-_full = precondition(lambda machine: len(machine.duel.naive.of) == N_SEQ)
-_inside = precondition(lambda machine: machine.duel.open)
-_shallow = precondition(lambda machine: len(machine.duel.open) < 3)
 _kept = precondition(lambda machine: any(one.kept for one in machine.duel.naive.of.values()))
 
 
-class RecurrentMachine(RuleBasedStateMachine):
+class RecurrentMachine(RewindMachine):
     """Decodes that succeed, fail and are refused, verbs, checkpoints, transactions."""
 
     n_rows: ClassVar[int | None] = None
+    seqs, bounds, shared = SEQS, MOSTLY_OPEN, MOSTLY_OPEN
+    moves = st.tuples(MOSTLY_OPEN, MOSTLY_OPEN, st.integers(-3, 3))
+
+    def is_crowded(self) -> bool:
+        return len(self.duel.naive.of) == N_SEQ
 
     @initialize(limit=st.integers(0, 4), every=st.integers(1, 3))
     def start(self, limit: int, every: int) -> None:
@@ -48,7 +44,7 @@ class RecurrentMachine(RuleBasedStateMachine):
     def decode_single_owners(self, seqs: list[int], n_ubatch: int) -> None:
         self.duel.decode([frozenset({seq}) for seq in seqs], n_ubatch)
 
-    @_in_use
+    @in_use
     @rule(data=st.data(), n=st.integers(1, 3))
     def decode_for_all_that_share(self, data: st.DataObject, n: int) -> None:
         naive = self.duel.naive
@@ -59,11 +55,6 @@ class RecurrentMachine(RuleBasedStateMachine):
     @rule(seq=SEQS, gap=st.integers(1, 3))
     def decode_behind_a_gap(self, seq: int, gap: int) -> None:
         self.duel.decode([frozenset({seq})] * 2, 2, gap=gap)
-
-    @_in_use
-    @rule(seq=SEQS | st.just(-1), p0=BOUNDS, p1=BOUNDS)
-    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
-        self.duel.seq_rm(seq, p0, p1)
 
     @_kept
     @rule(data=st.data(), rewinds=st.booleans())
@@ -77,59 +68,15 @@ class RecurrentMachine(RuleBasedStateMachine):
         else:
             self.duel.seq_rm(seq, p0, -1)
 
-    @_in_use
-    @rule(seq=SEQS, p0=BOUNDS)
-    def rewind(self, seq: int, p0: int) -> None:
-        self.duel.rewind(seq, p0)
-
-    @_in_use
-    @rule(src=SEQS, dst=SEQS, p0=BOUNDS, p1=BOUNDS)
-    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        self.duel.seq_cp(src, dst, p0, p1)
-
-    @_full
-    @rule(seq=SEQS)
-    def seq_keep(self, seq: int) -> None:
-        self.duel.seq_keep(seq)
-
-    @_in_use
-    @rule(seq=SEQS, p0=BOUNDS, p1=BOUNDS, delta=st.integers(-3, 3))
-    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        self.duel.seq_add(seq, p0, p1, delta)
-
-    @_in_use
-    @rule(seq=SEQS, p0=BOUNDS, p1=BOUNDS, d=st.integers(1, 3))
+    @in_use
+    @rule(seq=SEQS, p0=MOSTLY_OPEN, p1=MOSTLY_OPEN, d=st.integers(1, 3))
     def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
         self.duel.seq_div(seq, p0, p1, d)
 
-    @_in_use
+    @in_use
     @rule(seq=SEQS)
     def checkpoint(self, seq: int) -> None:
         self.duel.checkpoint(seq)
-
-    @_full
-    @rule(data=st.booleans())
-    def clear(self, data: bool) -> None:
-        self.duel.clear(data)
-
-    @_shallow
-    @rule()
-    def begin(self) -> None:
-        self.duel.begin()
-
-    @_inside
-    @rule()
-    def commit(self) -> None:
-        self.duel.commit()
-
-    @_inside
-    @rule(back=st.integers(1, 3))
-    def rollback(self, back: int) -> None:
-        self.duel.rollback(max(0, len(self.duel.open) - back))
-
-    @invariant()
-    def agree(self) -> None:
-        self.duel.check()
 
 
 class ScarceMachine(RecurrentMachine):
@@ -139,6 +86,6 @@ class ScarceMachine(RecurrentMachine):
 
 
 TestRecurrent = RecurrentMachine.TestCase
-TestRecurrent.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestRecurrent.settings = examples(120, steps=30)
 TestScarce = ScarceMachine.TestCase
-TestScarce.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestScarce.settings = examples(60, steps=30)

@@ -18,7 +18,7 @@ from kvcellar.errors import (
     PositionError,
     SequenceIdError,
 )
-from tests.cache.state_helpers import (
+from tests.cache.states import (
     N_SEQ,
     cache_of,
     compute,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cache.state_helpers import cache_of, everything, put, row, state, store_of
+from tests.cache.states import cache_of, everything, put, row, state, store_of
 
 
 def test_the_oldest_makes_room_wherever_it_lies() -> None:

@@ -437,7 +437,7 @@ class TestFailures:
             duel.decode([[0]] * 11)
             duel.begin()
             duel.begin()
-            duel.seq_add(0, 0, 1)
+            duel.seq_add(0, 0, -1, 1)
             duel.decode([[0]] * 4)
             duel.commit() if inner_ends == "commit" else duel.rollback(1)
             duel.rollback(0)

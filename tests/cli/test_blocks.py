@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cli.blocks import Block, Forest
 from kvcellar.stores.base import Entry
+from tests.profiles import examples
 
 SIZE = 4
 NEVER = float("inf")
@@ -106,7 +107,7 @@ worlds = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(worlds, st.integers(0, 12), st.floats(0, 3), st.floats(0, 3) | st.just(NEVER))
 def test_whatever_notes_claim(
     world: dict[str, Entry], size: int, since: float, idle: float

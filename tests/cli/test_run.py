@@ -166,7 +166,6 @@ def test_ctrl_c_keeps_what_was_written(start: Start, talker: Path) -> None:
     assert b"first token after" in err
 
 
-@pytest.mark.model
 def test_the_demo_model_goes_on_with_a_story(invoke: Invoke, smollm2: Path) -> None:
     args = ("-n", "12", "-t", "0", "--threads", "1", "--n-ctx", "64", "--stop", "\n")
     result = invoke("run", smollm2, "The capital of France is", *args)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
+from tests.profiles import examples
 from tests.prompts.helpers import n_computed
 from tests.runtime.archs import F32, SAME, check_logits, opened
 
@@ -110,7 +111,7 @@ class Play:
         assert self.context.cache.used == 0
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20)
 @given(budget=BUDGETS, steps=st.lists(STEPS, min_size=1, max_size=12))
 def test_a_cache_of_prompts_changes_no_logits(
     context: Context, budget: int | None, steps: list[tuple[str, int, list[int]]]

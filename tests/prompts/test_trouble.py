@@ -214,6 +214,7 @@ def expected(context: Context, seeds: Sequence[int]) -> dict[int, Float32Array]:
 
 @pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "jamba-dense"])
 @pytest.mark.parametrize("n_contexts", [1, 2])
+@pytest.mark.alone
 def test_threads_share_a_store(shared: Path, arch: str, n_contexts: int) -> None:
     """With a context each, or with one for both; texts never get mixed."""
     store, failures = MemoryStore(60_000), list[BaseException]()
@@ -267,6 +268,7 @@ def told(process: subprocess.Popen[str]) -> dict[int, tuple[int, str]]:
     return {int(seed): (int(n), digest) for seed, n, digest in lines}
 
 
+@pytest.mark.alone
 def test_processes_share_a_folder(shared: Path, tmp_path: Path) -> None:
     """Two write at once; a third reuses all that they saved, with the logits they had."""
     processes = [worker(shared, tmp_path, seeds) for seeds in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0])]

@@ -82,7 +82,6 @@ print(json.dumps([name for name in sys.modules if "ggml" in name]))
 
 
 @pytest.mark.slow
-@pytest.mark.model
 def test_a_text_is_as_likely_on_either_backend(smollm2_path: Path, shared: Path) -> None:
     """Single tokens differ by what rounding activations to eight bits, as ggml does, comes to."""
     likelihoods = []

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import Int32Array
 from tests.cache.helpers import make, put, snapshot
+from tests.profiles import examples
 
 SIZE = 24
 
@@ -212,7 +212,7 @@ class Texts(RuleBasedStateMachine):
         return True
 
 
-Texts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Texts.TestCase.settings = examples(60, steps=30)
 TestTextsFollowAPlainList = Texts.TestCase
 
 

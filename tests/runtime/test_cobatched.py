@@ -69,6 +69,7 @@ def test_sequences_take_turns_token_by_token(shared: Path, arch: str) -> None:
         check_logits(context, context.decode(Batch.of([6], 0))[-1], [*a, 6])
 
 
+@pytest.mark.report("ik_llama.cpp#1696")
 @pytest.mark.parametrize("arch", [*HYBRID, *RECURRENT])
 def test_a_new_text_starts_from_zeros(shared: Path, arch: str) -> None:
     """ik_llama.cpp#1696: the next request inherited the state of one that was removed."""

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.types import Float32Array
+from tests.profiles import examples
 from tests.runtime.archs import F32, HYBRID, RECURRENT, WINDOWED, check_logits, opened, text
 
 ARCHS = (*HYBRID, *RECURRENT, *WINDOWED)
@@ -132,7 +133,7 @@ class Play:
         assert self.context.cache.used == 0
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(15)
 @given(seed=st.integers(0, 1000), edits=st.lists(EDITS, min_size=1, max_size=8))
 def test_what_a_sequence_knows_is_a_fresh_decode(
     context: Context, seed: int, edits: list[tuple[str, int, int]]

@@ -15,8 +15,6 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
 
-pytestmark = pytest.mark.model
-
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
 def golden(shared: Path, request: pytest.FixtureRequest) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.transfer import state_get
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse
+from tests.profiles import examples
 from tests.runtime.archs import F32, HYBRID, RECURRENT, WINDOWED, opened, text
 
 TEXT = text(1, 24)
@@ -189,7 +190,7 @@ EDITS = st.one_of(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(edits=st.lists(EDITS, max_size=6))
 def test_it_is_never_too_late(plain: Context, edits: list[tuple[str, int, int]]) -> None:
     sequence = plain.sequence(TEXT[:8])

@@ -29,6 +29,7 @@ def test_a_dropped_context_frees_its_cells(path: Path) -> None:
             assert store() is None
 
 
+@pytest.mark.alone
 def test_a_dropped_model_ends_its_threads(path: Path) -> None:
     model = Model.from_gguf(path, n_threads=2)
     file = weakref.ref(model._file)

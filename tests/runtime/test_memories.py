@@ -36,6 +36,7 @@ def n_computed(context: Context) -> int:
 
 
 class TestEditedPrompts:
+    @pytest.mark.report("llama.rn#187")
     @pytest.mark.parametrize("arch", [*WITH_STATES, *WINDOWED])
     def test_text_and_cache_do_not_diverge(self, shared: Path, arch: str) -> None:
         """llama.rn#187: the result of a removal was ignored, and the counter ran away."""
@@ -49,6 +50,7 @@ class TestEditedPrompts:
             check_logits(context, sequence.logits, [*PROMPT[:39], 5, 6])
             context.cache.check()
 
+    @pytest.mark.report("llama.cpp#23280", "llama-cpp-python#2306")
     @pytest.mark.parametrize("arch", [*WITH_STATES, *WINDOWED])
     def test_the_same_prompt_twice(self, shared: Path, arch: str) -> None:
         """#23280: backing off one token aborted; llama-cpp-python#2306: one must be computed."""
@@ -59,6 +61,7 @@ class TestEditedPrompts:
             assert n_computed(context) >= 1
             check_logits(context, sequence.logits, PROMPT)
 
+    @pytest.mark.report("llama.cpp#14157")
     @pytest.mark.parametrize("arch", WINDOWED)
     def test_a_window_goes_back_one_token(self, shared: Path, arch: str) -> None:
         """#14157: an identical prompt was computed from 0 again once the window had slid."""
@@ -68,6 +71,7 @@ class TestEditedPrompts:
             sequence.trim(1).append(PROMPT[-1:])
             assert n_computed(context) == 1
 
+    @pytest.mark.report("koboldcpp#2151")
     @pytest.mark.parametrize("arch", WINDOWED)
     def test_a_prefix_behind_the_window_is_not_trusted(self, shared: Path, arch: str) -> None:
         """koboldcpp#2151: a new session went on from 16 tokens whose window was gone."""
@@ -82,6 +86,7 @@ class TestEditedPrompts:
             assert n_computed(context) == 17
             check_logits(context, sequence.logits, [*PROMPT[:16], 9])
 
+    @pytest.mark.report("llama.cpp#14625")
     @pytest.mark.parametrize("arch", WITH_STATES)
     def test_an_edit_costs_what_follows_the_last_checkpoint(self, shared: Path, arch: str) -> None:
         """#14625 and many more: each edit of the history cost the whole prompt."""
@@ -94,6 +99,7 @@ class TestEditedPrompts:
             assert n_computed(context) <= 56 - 10 + 1 - 40
             check_logits(context, sequence.logits, [*PROMPT[:46], 9])
 
+    @pytest.mark.report("llama.cpp#26695", "llama.cpp#28019")
     @pytest.mark.parametrize("arch", WITH_STATES)
     def test_a_whole_batch_is_taken_back(self, shared: Path, arch: str) -> None:
         """#26695: True was returned and the state not restored; #28019: beside others."""
@@ -121,6 +127,7 @@ class TestEditedPrompts:
 
 
 class TestRemoving:
+    @pytest.mark.report("llama.cpp#16768")
     @pytest.mark.parametrize("arch", WITH_STATES)
     def test_the_middle_goes_and_the_rest_is_computed_again(self, shared: Path, arch: str) -> None:
         """#16768: a hybrid died on a context shift; its state must forget what was removed."""
@@ -160,6 +167,7 @@ class TestRemoving:
             sequence.remove(15, 20, gap="keep")  # nothing follows
             assert sequence.tokens == PROMPT[:15]
 
+    @pytest.mark.report("ollama#9433")
     def test_a_model_that_cannot_rotate_computes_again(
         self, shared: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
 from kvcellar.runtime.context import Context
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
+from tests.profiles import examples
 from tests.runtime.archs import F32, opened, text
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: no kernel can be compiled")
@@ -138,9 +139,7 @@ def _batch(seed: int, counts: tuple[int, ...]) -> Batch:
     return batch
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(15)
 @example(steps=MAGNIFIED)
 @given(steps=STEPS)
 def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]) -> None:
@@ -155,9 +154,7 @@ def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]
             assert nmse(ours, theirs) < max(tolerance, factor * magnified)
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(15)
 @given(n=st.integers(1, 90), seed=st.integers(0, 99))
 def test_where_cells_lie_changes_no_bit(
     contexts: tuple[str, list[Context]], n: int, seed: int

@@ -15,6 +15,8 @@ from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
 from tests.runtime.helpers import attention
 
+pytestmark = pytest.mark.alone
+
 PROMPT = [7, 99, 3, 64, 12, 12, 40, 1, 77, 5, 23, 118]
 ROUNDING = 1e-6
 

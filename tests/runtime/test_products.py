@@ -56,7 +56,6 @@ def decoded(model: Model, step: int = len(TOKENS), **options: Any) -> Float32Arr
 
 
 @compiled
-@pytest.mark.model
 @pytest.mark.parametrize("step", [1, 5, len(TOKENS)])
 def test_a_real_model_gives_the_logits_of_numpy(
     model: Model, exact: Float32Array, step: int
@@ -66,7 +65,6 @@ def test_a_real_model_gives_the_logits_of_numpy(
 
 
 @compiled
-@pytest.mark.model
 def test_ggml_alone_is_further_from_numpy(
     model: Model, exact: Float32Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,14 +76,13 @@ def test_ggml_alone_is_further_from_numpy(
 
 
 @compiled
-@pytest.mark.model
+@pytest.mark.alone
 def test_two_threads_give_the_same_bits(model: Model, smollm2_path: Path) -> None:
     with Model.from_gguf(smollm2_path, n_threads=2) as other:
         np.testing.assert_array_equal(decoded(other, 4), decoded(model, 4))
 
 
 @compiled
-@pytest.mark.model
 def test_contexts_of_one_model_may_take_turns(model: Model) -> None:
     expected = decoded(model, 1)
     with (
@@ -100,7 +97,7 @@ def test_contexts_of_one_model_may_take_turns(model: Model) -> None:
 
 
 @compiled
-@pytest.mark.model
+@pytest.mark.alone
 def test_models_may_compute_at_the_same_time(model: Model, smollm2_path: Path) -> None:
     expected = decoded(model, 3)
     found: list[Float32Array] = []

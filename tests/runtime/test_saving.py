@@ -420,6 +420,7 @@ def test_a_closed_context(shared: Path, path: Path) -> None:
             call()
 
 
+@pytest.mark.alone
 def test_two_threads_save_and_load(plain: Context, tmp_path: Path) -> None:
     made = [plain.sequence(text(seed, 30)) for seed in range(2)]
     failures: list[BaseException] = []

@@ -29,9 +29,6 @@ def context(model: Model) -> Iterator[Context]:
         yield made
 
 
-pytestmark = pytest.mark.model
-
-
 def test_a_fork_copies_nothing_and_goes_its_own_way(context: Context) -> None:
     parent = context.sequence("Once upon a time")
     used = context.cache.used

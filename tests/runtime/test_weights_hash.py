@@ -289,6 +289,7 @@ def test_a_file_that_is_gone_has_a_hash(path: Path) -> None:
         assert weights_hash(model._file, None) == model.weights_hash == PINNED
 
 
+@pytest.mark.alone
 def test_threads_that_hash_one_file(path: Path) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(hash_of(path))) for _ in range(4)]

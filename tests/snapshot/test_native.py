@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.content import RowBytes, SequenceData
@@ -17,6 +17,7 @@ from kvcellar.errors import SnapshotFileError
 from kvcellar.snapshot.native import SnapshotArrays, from_arrays, to_arrays
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import KVType
+from tests.profiles import examples
 from tests.snapshot.samples import assert_same, memory_spec, sample
 
 KINDS = st.sampled_from([KVType.F32, KVType.F16, KVType.Q8_0, KVType.Q4_0])
@@ -34,7 +35,7 @@ def test_the_samples_are_what_a_cache_can_take() -> None:
     check_content(sample().content, [*spec.groups, spec.states])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4),

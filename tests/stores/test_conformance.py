@@ -8,7 +8,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -18,18 +17,22 @@ from kvcellar.stores.memory import MemoryStore
 from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.store_conformance import BudgetConformance, StoreConformance
 from kvcellar.testing.store_use import NaiveStore, order, value_of
+from tests.profiles import examples
 
 
+@pytest.mark.alone
 class TestMemory(StoreConformance):
     def open(self) -> Store:
         return MemoryStore()
 
 
+@pytest.mark.alone
 class TestBudgetOfMemory(BudgetConformance):
     def open(self, max_bytes: int) -> Store:
         return MemoryStore(max_bytes)
 
 
+@pytest.mark.alone
 class TestDisk(StoreConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -39,6 +42,7 @@ class TestDisk(StoreConformance):
         return DiskStore(self.folder, fsync=False)
 
 
+@pytest.mark.alone
 class TestBudgetOfDisk(BudgetConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -48,6 +52,7 @@ class TestBudgetOfDisk(BudgetConformance):
         return DiskStore(self.folder, max_bytes, fsync=False)
 
 
+@pytest.mark.alone
 class TestRedis(StoreConformance):
     ttl_s: float | None = None
 
@@ -147,6 +152,6 @@ class DiskAndOracle(StoreAndOracle):
 
 
 TestMemoryAndOracle = StoreAndOracle.TestCase
-TestMemoryAndOracle.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMemoryAndOracle.settings = examples(60, steps=30)
 TestDiskAndOracle = DiskAndOracle.TestCase
-TestDiskAndOracle.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestDiskAndOracle.settings = examples(20, steps=25)

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcellar.testing.machine import AttentionMachine, machine_over
 from kvcellar.testing.signs import Setup
 from kvcellar.testing.stores import NullStore
 from tests.cache.stores import SETUPS
+from tests.profiles import examples
 
 TestAttentionCache = AttentionMachine.TestCase
-TestAttentionCache.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestAttentionCache.settings = examples(250, steps=40, derandomize=True)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_real_bytes_agree_too(setup: Setup) -> None:
-    few = settings(
-        max_examples=30,
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[*HealthCheck],
-    )
+    few = examples(30, steps=40, derandomize=True)
     run_state_machine_as_test(machine_over(setup), settings=few)
 
 
 def test_a_store_without_bytes_will_do() -> None:
-    few = settings(max_examples=10, deadline=None, derandomize=True)
+    few = examples(10, derandomize=True)
     run_state_machine_as_test(machine_over(Setup(NullStore)), settings=few)

@@ -183,7 +183,6 @@ def test_templates_of_a_file_by_name(bpe: Maker) -> None:
         ChatTemplate.from_metadata(metadata, tokenizer)
 
 
-@pytest.mark.model
 def test_smollm2_prompt(
     smollm2_metadata: Mapping[str, object], smollm2_tokenizer: Tokenizer
 ) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcellar.errors import TokenizerError
 from kvcellar.text.tokenizer import Tokenizer
+from tests.profiles import examples
 
 Maker = Callable[..., dict[str, object]]
 
@@ -25,7 +26,7 @@ def tokenizers(bpe: Maker, spm: Maker) -> list[Tokenizer]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     which=st.integers(0, 2),
     ids=st.lists(st.integers(0, 259), max_size=40),
@@ -50,7 +51,7 @@ def test_parts_join_to_the_whole(
         assert joined == data.decode("utf-8", "replace")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=st.text(max_size=20))
 def test_valid_text_never_shows_a_replacement(tokenizers: list[Tokenizer], text: str) -> None:
     stream = tokenizers[0].detokenizer()

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import ComputeError, OptionError
 from kvcellar.text.sampler import Sampler, SamplerOptions, log_softmax
 from kvcellar.types import Float32Array
+from tests.profiles import examples
 
 
 def plain(**options: Any) -> SamplerOptions:
@@ -64,7 +65,7 @@ _LOGITS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     logits=_LOGITS,
     data=st.data(),
@@ -107,7 +108,7 @@ def test_the_distribution_is_that_of_the_naive_chain(
     assert np.array_equal(row, before)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32), k=st.integers(1, 400), levels=st.sampled_from([3, 100, 10**6]))
 def test_top_k_takes_the_best_and_of_equals_the_first(seed: int, k: int, levels: int) -> None:
     random = np.random.default_rng(seed)
@@ -259,7 +260,7 @@ def test_options_are_checked_by_name(name: str, value: object) -> None:
         SamplerOptions(**{name: value})  # type: ignore[arg-type]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     temperature=st.floats(0, 1e308, exclude_min=True),
     top_p=st.floats(0, 1, exclude_min=True),

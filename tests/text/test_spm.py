@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import TokenizerError
 from kvcellar.text.spm import SpmEncoder
 from kvcellar.text.tokenizer import Tokenizer
+from tests.profiles import examples
 
 Maker = Callable[..., dict[str, object]]
 
@@ -37,7 +38,7 @@ _PIECES = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(pieces=_PIECES, texts=st.lists(st.text("ab> é", max_size=25), min_size=1, max_size=4))
 def test_tokens_are_those_of_the_definition(
     spm: Maker, pieces: dict[str, float], texts: list[str]
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_the_definition(
         assert tokenizer.encode(text, add_special=False) == ids
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(pieces=_PIECES, text=st.text(max_size=30), prefix=st.booleans())
 def test_text_comes_back(spm: Maker, pieces: dict[str, float], text: str, prefix: bool) -> None:
     pieces.setdefault("▁", -50.0)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import TokenizerError, UnsupportedModel
 from kvcellar.text.tokenizer import Tokenizer
+from tests.profiles import examples
 
 CONTROL, USER = 3, 4
 Maker = Callable[..., dict[str, object]]
@@ -203,7 +204,7 @@ _KEYS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     kind=st.sampled_from(["gpt2", "llama"]),
     changes=st.dictionaries(

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.text.tokenizer import Tokenizer
+from tests.profiles import examples
 
 # Bytes that SmolLM2's vocabulary has no token for; neither the reference can spell them.
 _SMOLLM2_HOLES = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2")
@@ -36,7 +36,6 @@ def _check(tokenizer: Tokenizer, cases: list[dict[str, Any]]) -> None:
             assert tokenizer.decode(ids, skip_special=False) == case["text"]
 
 
-@pytest.mark.model
 def test_smollm2_tokens_are_the_references(smollm2_tokenizer: Tokenizer, shared: Path) -> None:
     _check(smollm2_tokenizer, _cases(shared, "smollm2-135m"))
 
@@ -45,7 +44,6 @@ def test_gemma3_tokens_are_the_references(gemma3_tokenizer: Tokenizer, shared: P
     _check(gemma3_tokenizer, _cases(shared, "gemma3-270m"))
 
 
-@pytest.mark.model
 def test_smollm2_special_tokens(smollm2_tokenizer: Tokenizer) -> None:
     tokenizer = smollm2_tokenizer
     assert tokenizer.n_vocab == 49152
@@ -65,8 +63,7 @@ def test_gemma3_special_tokens(gemma3_tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("</s>", add_special=False) == [tokenizer.vocab.ids["</s>"]]
 
 
-@pytest.mark.model
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=60), parse_special=st.booleans())
 def test_smollm2_gives_text_back(
     smollm2_tokenizer: Tokenizer, text: str, parse_special: bool
@@ -77,7 +74,7 @@ def test_smollm2_gives_text_back(
     assert smollm2_tokenizer.decode(ids, skip_special=False) == text
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(max_size=60))
 def test_gemma3_gives_text_back(gemma3_tokenizer: Tokenizer, text: str) -> None:
     if "▁" in text:  # SentencePiece writes a space so; the two are one to it
@@ -86,7 +83,6 @@ def test_gemma3_gives_text_back(gemma3_tokenizer: Tokenizer, text: str) -> None:
     assert gemma3_tokenizer.decode(ids, skip_special=False) == text
 
 
-@pytest.mark.model
 def test_bytes_without_a_token_do_not_let_their_neighbours_merge(
     smollm2_tokenizer: Tokenizer,
 ) -> None:

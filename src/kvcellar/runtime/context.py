@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.backends.base import KVStore, OpenMemory
-from kvcellar.batch import Batch
+from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
 from kvcellar.cache.hybrid import HybridCache
@@ -361,6 +361,7 @@ class Context:
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
         pieces: list[Float32Array] = []
+        micros: list[MicroBatch] = []
         in_graphs = 0.0
         spec = self._model_spec
         with self.cache.place(
@@ -372,13 +373,14 @@ class Context:
                 in_graphs += perf_counter() - before
                 if len(logits):
                     pieces.append(_checked_copy(logits))
+                    micros.append(plan.micro)
         seconds = perf_counter() - start
         self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
         if self.profile is not None:
             self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
-        if len(pieces) == 1:
+        if len(pieces) == 1 and len(pieces[0]) == 1:
             return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)
+        return _in_order(pieces, micros) if pieces else np.empty((0, spec.n_vocab), np.float32)
 
 
 def save_llama_file(
@@ -510,6 +512,13 @@ class Timings:
         """Seconds outside the graphs per call of decode."""
         total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
         return total / self.n_decodes if self.n_decodes else 0.0
+
+
+def _in_order(pieces: list[Float32Array], micros: list[MicroBatch]) -> Float32Array:
+    """Return logits in the order of the batch; splits for states group a sequence's tokens."""
+    logits = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    rows = np.concatenate([micro.rows[micro.outputs] for micro in micros])
+    return logits if (rows[1:] > rows[:-1]).all() else logits[rows.argsort()]
 
 
 def _checked_copy(logits: Float32Array) -> Float32Array:

@@ -1,26 +1,27 @@
 """An attention cache and its naive oracle, driven side by side.
 
-Every method does one thing to both and raises AssertionError where they part; :meth:`Duel.check`
-compares everything. What fails must change nothing: no byte, no cell, no head (invariant 5). Each
-used cell must hold the right rows, and rows that were not rotated must stay bit for bit the same
-(invariants 6 and 7).
+Every method of a duel does one thing to both and raises AssertionError where they differ; ``check``
+compares everything. :class:`CacheDuel` is what duels of all kinds of caches share.
 
-Whether an attention cache and its naive oracle agree, in every cell and every byte.
+1. A call that fails changes nothing: no byte, no cell, no head (invariant 5 of caches).
+2. Each used cell holds the rows of its content, K rotated to its position (invariant 6).
+3. Rows that were not rotated stay the same bit for bit (invariant 7).
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from kvcellar.backends.base import Part
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import OnShared, Transaction
+from kvcellar.cache.base import Cache, OnShared, Transaction
 from kvcellar.cache.placement import Placement
 from kvcellar.errors import (
     AllocationError,
@@ -108,28 +109,106 @@ class Interrupted(BaseException):
     """Stands for KeyboardInterrupt while a batch is computed."""
 
 
-class Duel:
-    """One cache, one oracle; ``broken`` names a method of the store that fails at first."""
+def closed_range(p0: int, p1: int) -> tuple[int, int]:
+    """A range of positions without open bounds."""
+    return max(p0, 0), MAX_POSITION if p1 < 0 else p1
 
-    def __init__(
-        self, setup: Setup, size: int, padding: int = 1, on_shared: OnShared = "copy"
-    ) -> None:
-        spec = setup.spec(size, padding, N_SEQ)
-        self.store = setup.store(spec)
-        self.cache = AttentionCache(spec, self.store, on_shared)
-        self.naive = NaiveCache(size, on_shared)
-        self.broken: str | None = None
-        self._contents = itertools.count()
-        self._open: list[Transaction] = []
 
-    def close(self) -> None:
-        """Give the store back."""
-        self.store.close()
+OracleT = TypeVar("OracleT", bound="Oracle")
+
+
+class Oracle(Protocol):
+    """What an oracle of whatever kind can do: a transaction is a copy."""
+
+    def copy(self: OracleT) -> OracleT:
+        """Return an independent copy."""
+
+
+class CacheDuel(ABC, Generic[OracleT]):
+    """Transactions and refusals, which are the same whatever is driven.
+
+    Attributes:
+        cache: what is proved.
+        naive: its oracle.
+    """
+
+    cache: Cache
+    naive: OracleT
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Transaction, OracleT, object]] = []
 
     @property
     def depth(self) -> int:
         """How many transactions are open."""
         return len(self._open)
+
+    @abstractmethod
+    def state(self) -> object:
+        """Return all that a rollback brings back, and a call that fails must leave as it was."""
+
+    def untouched(self) -> object:
+        """Return what a call must leave as it was that is refused before it did anything."""
+        return self.state()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Compare all there is."""
+
+    def begin(self) -> None:
+        """Begin a transaction, within those that are open."""
+        self._open.append((self.cache.transaction(), self.naive.copy(), self.state()))
+
+    def commit(self) -> None:
+        """Keep what happened in the innermost one; an outer one has to wait."""
+        if self.depth > 1:
+            self.refused(CacheError, self._open[0][0].commit)
+        self._open.pop()[0].commit()
+
+    def rollback(self, depth: int) -> None:
+        """Take back all but the outermost ``depth`` transactions."""
+        transaction, self.naive, before = self._open[depth]
+        transaction.rollback()
+        assert not any(inner.is_open for inner, *_ in self._open[depth:])
+        assert self.state() == before, "something has changed that was to be taken back"
+        del self._open[depth:]
+
+    def refused(self, error: type[Exception], call: Callable[[], object]) -> None:
+        """Call what must raise this error and change nothing."""
+        before = self.untouched()
+        try:
+            call()
+        except error:
+            assert self.untouched() == before, f"{error.__name__} changed something"
+        else:
+            raise AssertionError(f"{error.__name__} was not raised")
+
+
+class Duel(CacheDuel[NaiveCache]):
+    """One cache, one oracle; ``broken`` names a method of the store that fails at first."""
+
+    def __init__(
+        self, setup: Setup, size: int, padding: int = 1, on_shared: OnShared = "copy"
+    ) -> None:
+        super().__init__()
+        spec = setup.spec(size, padding, N_SEQ)
+        self.store = setup.store(spec)
+        self.cache: AttentionCache = AttentionCache(spec, self.store, on_shared)
+        self.naive = NaiveCache(size, on_shared)
+        self.broken: str | None = None
+        self._contents = itertools.count()
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def state(self) -> object:
+        """Return cells and the rows of those in use."""
+        return snapshot(self.cache, only_used=True)
+
+    def untouched(self) -> object:
+        """Return the rows of free cells too."""
+        return snapshot(self.cache)
 
     # -- decoding
 
@@ -206,12 +285,12 @@ class Duel:
     def seq_rm(self, seq: int, p0: int, p1: int) -> None:
         """Remove a range."""
         assert self.cache.seq_rm(seq, p0, p1) is True
-        self.naive.seq_rm(seq, *_closed(p0, p1))
+        self.naive.seq_rm(seq, *closed_range(p0, p1))
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Share a range."""
         self.cache.seq_cp(src, dst, p0, p1)
-        self.naive.seq_cp(src, dst, *_closed(p0, p1))
+        self.naive.seq_cp(src, dst, *closed_range(p0, p1))
 
     def seq_keep(self, seq: int) -> None:
         """Keep one sequence."""
@@ -222,14 +301,14 @@ class Duel:
         """Move a range, if there is room for copies of shared cells."""
         self._both(
             lambda: self.cache.seq_add(seq, p0, p1, delta),
-            lambda naive: naive.seq_add(seq, *_closed(p0, p1), delta),
+            lambda naive: naive.seq_add(seq, *closed_range(p0, p1), delta),
         )
 
     def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
         """Divide a range, if there is room for copies of shared cells."""
         self._both(
             lambda: self.cache.seq_div(seq, p0, p1, d),
-            lambda naive: naive.seq_div(seq, *_closed(p0, p1), d),
+            lambda naive: naive.seq_div(seq, *closed_range(p0, p1), d),
         )
 
     def clear(self, data: bool = True) -> None:
@@ -248,7 +327,7 @@ class Duel:
         self._both(self.cache.update, lambda naive: naive.defrag(max_moves))
 
     def resize(self, size: int) -> None:
-        """Have so many cells, if they hold what is used and no transaction is open."""
+        """Grow or shrink, if what is used fits and no transaction is open."""
         if self._open:
             self.refused(CacheError, lambda: self.cache.resize(size))
         else:
@@ -270,23 +349,15 @@ class Duel:
     # -- transactions
 
     def begin(self) -> None:
-        """Begin a transaction, within those that are open."""
-        self._open.append(self.cache.transaction())
-        self.naive.begin()
+        """Begin a transaction; cells in use are not filled until it ends."""
+        super().begin()
+        self.naive.reserve()
 
     def commit(self) -> None:
-        """Keep what happened in the innermost one; an outer one has to wait."""
-        if len(self._open) > 1:
-            self.refused(CacheError, self._open[0].commit)
-        self._open.pop().commit()
-        self.naive.commit()
-
-    def rollback(self, depth: int) -> None:
-        """Take back all but the outermost ``depth`` transactions."""
-        self._open[depth].rollback()
-        assert not any(t.is_open for t in self._open[depth:])
-        del self._open[depth:]
-        self.naive.rollback(depth)
+        """Keep what happened in the innermost one."""
+        reserved = self._open[-1][1].reserved
+        super().commit()
+        self.naive.reserved = reserved
 
     # -- failures
 
@@ -305,12 +376,12 @@ class Duel:
         """Whether the call works although a method of the store fails; else nothing changed."""
         if self.broken is None:
             return False
-        before = snapshot(self.cache, only_used=True)
+        before = self.state()
         try:
             with self._breaking(self.broken):
                 call()
         except AllocationError:
-            assert snapshot(self.cache, only_used=True) == before
+            assert self.state() == before, "something has changed that was to be taken back"
             return False
         return True
 
@@ -329,20 +400,6 @@ class Duel:
         finally:
             setattr(self.store, method, works)
 
-    def refused(self, error: type[Exception], call: Callable[[], object]) -> None:
-        """The call raises and changes nothing, not even a byte of a free cell."""
-        before = snapshot(self.cache)
-        try:
-            call()
-        except error:
-            assert snapshot(self.cache) == before, f"{error.__name__} changed something"
-        else:
-            raise AssertionError(f"{error.__name__} was not raised")
-
     def check(self) -> None:
         """Compare all there is."""
         check_agreement(self.cache, self.naive)
-
-
-def _closed(p0: int, p1: int) -> tuple[int, int]:
-    return max(p0, 0), MAX_POSITION if p1 < 0 else p1

@@ -47,7 +47,7 @@ def certain_prefix(margins: Sequence[float], at_least: float = 0.3) -> int:
 
 
 def play_step(context: Context, step: Mapping[str, Any]) -> dict[int, float]:
-    """Play one step of ``archs/*.json``; gives the error of each row of logits it lists.
+    """Play one step of ``archs/*.json``; return the errors of the rows of logits it lists.
 
     Raises:
         AssertionError: ``seq_rm`` returns something else than recorded.

@@ -1,17 +1,19 @@
-"""A Hypothesis machine that drives an attention cache and its naive oracle side by side.
+"""Hypothesis machines that drive a cache and its oracle side by side.
 
 After every step the two must agree on everything, bytes included; see :mod:`kvcellar.testing.duel`.
-Use it as a test case, over whatever store::
+:class:`CacheMachine` has the rules of all kinds of caches, :class:`RewindMachine` those of caches
+that can only go back to where something of them was kept. Use a machine as a test case, an
+:class:`AttentionMachine` over any store::
 
     TestAttentionCache = AttentionMachine.TestCase
     TestMyStore = machine_over(Setup(MyStore)).TestCase
 
-Hypothesis strategies for caches: tiny sizes, so that rare cases become common.
+The strategies draw tiny numbers, so that rare cases become common.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,7 +30,7 @@ BOUNDS = st.integers(-1, 9)
 """Bounds of a range of positions; negative ones are open."""
 
 TOKEN_OWNERS = st.frozensets(SEQ_IDS, min_size=1, max_size=2)
-"""Whom a token belongs to: mostly one sequence, sometimes two."""
+"""Owners of a token: mostly one sequence, sometimes two."""
 
 
 def attention_spec(
@@ -41,20 +43,125 @@ def attention_spec(
 
 MAX_DEPTH = 3
 
+
+def of_machine(name: str) -> st.SearchStrategy[Any]:
+    """Draw from the strategy that the machine has under this name."""
+    return st.runner().flatmap(lambda machine: getattr(machine, name))
+
+
 # Verbs that would find an empty cache, and those that leave little of a full one, wait: else most
 # steps of most runs happen in an empty cache.
-_in_use = precondition(lambda machine: machine.duel.naive.used > 0)
-_pending = precondition(lambda machine: any(cell.pending for cell in machine.duel.naive.cells))
-_with_holes = precondition(lambda m: m.duel.naive.cell_max > m.duel.naive.used)
-_mostly_used = precondition(lambda m: 2 * m.duel.naive.used > len(m.duel.naive.cells))
+in_use = precondition(lambda machine: machine.duel.cache.used > 0)
+crowded = precondition(lambda machine: machine.is_crowded())
 _inside = precondition(lambda machine: machine.duel.depth > 0)
 _shallow = precondition(lambda machine: machine.duel.depth < MAX_DEPTH)
 
 
-class AttentionMachine(RuleBasedStateMachine):
-    """Decodes that succeed, fail and are interrupted, verbs, transactions, sizes that change."""
+class CacheMachine(RuleBasedStateMachine):
+    """The verbs and transactions of all caches; a subclass decodes, and says what is drawn.
+
+    Attributes:
+        seqs: ids of sequences.
+        bounds: bounds of a range that is removed.
+        shared: bounds of a range that is copied.
+        moves: a range, and how far its positions are moved.
+        duel: what is driven; a subclass makes it when a run starts.
+    """
+
+    seqs: ClassVar[st.SearchStrategy[int]] = SEQ_IDS
+    bounds: ClassVar[st.SearchStrategy[int]] = BOUNDS
+    shared: ClassVar[st.SearchStrategy[int]] = BOUNDS
+    moves: ClassVar[st.SearchStrategy[tuple[int, int, int]]]
+    duel: Any
+
+    def is_crowded(self) -> bool:
+        """Whether verbs that remove much leave something to see."""
+        return bool(2 * self.duel.cache.used > self.duel.cache.spec.size)
+
+    @in_use
+    @rule(seq=of_machine("seqs") | st.just(-1), p0=of_machine("bounds"), p1=of_machine("bounds"))
+    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
+        """Remove a range."""
+        self.duel.seq_rm(seq, p0, p1)
+
+    @in_use
+    @rule(
+        src=of_machine("seqs"),
+        dst=of_machine("seqs"),
+        p0=of_machine("shared"),
+        p1=of_machine("shared"),
+    )
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Share a range."""
+        self.duel.seq_cp(src, dst, p0, p1)
+
+    @crowded
+    @rule(seq=of_machine("seqs"))
+    def seq_keep(self, seq: int) -> None:
+        """Keep one sequence."""
+        self.duel.seq_keep(seq)
+
+    @in_use
+    @rule(seq=of_machine("seqs"), move=of_machine("moves"))
+    def seq_add(self, seq: int, move: tuple[int, int, int]) -> None:
+        """Move a range, if there is room for copies of shared cells."""
+        self.duel.seq_add(seq, *move)
+
+    @crowded
+    @rule(data=st.booleans())
+    def clear(self, data: bool) -> None:
+        """Empty the cache."""
+        self.duel.clear(data)
+
+    @_shallow
+    @rule()
+    def begin(self) -> None:
+        """Begin a transaction."""
+        self.duel.begin()
+
+    @_inside
+    @rule()
+    def commit(self) -> None:
+        """Keep what happened in the innermost transaction."""
+        self.duel.commit()
+
+    @_inside
+    @rule(back=st.integers(1, MAX_DEPTH))
+    def rollback(self, back: int) -> None:
+        """Take back the innermost transactions."""
+        self.duel.rollback(max(0, self.duel.depth - back))
+
+    @invariant()
+    def agree(self) -> None:
+        """Cells, counts, sequences, bytes, view: all that the duel compares."""
+        self.duel.check()
+
+
+class RewindMachine(CacheMachine):
+    """Going back, for caches that lose tokens on their own."""
+
+    @in_use
+    @rule(seq=of_machine("seqs"), back=st.integers(1, 6))
+    def take_back(self, seq: int, back: int) -> None:
+        """Remove the last tokens."""
+        self.duel.seq_rm(seq, max(0, self.duel.cache.seq_pos_max(seq) + 1 - back), -1)
+
+    @in_use
+    @rule(seq=of_machine("seqs"), p0=of_machine("bounds"))
+    def rewind(self, seq: int, p0: int) -> None:
+        """Go back to a position, or as far as it has to be."""
+        self.duel.rewind(seq, p0)
+
+
+_pending = precondition(lambda machine: any(cell.pending for cell in machine.duel.naive.cells))
+_with_holes = precondition(lambda m: m.duel.naive.cell_max > m.duel.naive.used)
+
+
+class AttentionMachine(CacheMachine):
+    """Decodes that succeed, fail and are interrupted, stores that fail, sizes that change."""
 
     setup_: ClassVar[Setup] = Setup()
+    moves = st.tuples(BOUNDS, BOUNDS, st.integers(-4, 4))
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +179,7 @@ class AttentionMachine(RuleBasedStateMachine):
         self.duel.decode([frozenset({0})] * 2 + [frozenset({1})], [0, 0, 0], 2)
 
     def teardown(self) -> None:
-        """Give the store back."""
+        """Close the store."""
         self.duel.close()
 
     @rule(
@@ -97,41 +204,11 @@ class AttentionMachine(RuleBasedStateMachine):
         """A shared token is refused unless its owners hold the same cells."""
         self.duel.decode_a_token_of_sequences_that_differ(owners)
 
-    @_in_use
-    @rule(seq=SEQ_IDS | st.just(-1), p0=BOUNDS, p1=BOUNDS)
-    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
-        """Remove a range."""
-        self.duel.seq_rm(seq, p0, p1)
-
-    @_in_use
-    @rule(src=SEQ_IDS, dst=SEQ_IDS, p0=BOUNDS, p1=BOUNDS)
-    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Share a range."""
-        self.duel.seq_cp(src, dst, p0, p1)
-
-    @_mostly_used
-    @rule(seq=SEQ_IDS)
-    def seq_keep(self, seq: int) -> None:
-        """Keep one sequence."""
-        self.duel.seq_keep(seq)
-
-    @_in_use
-    @rule(seq=SEQ_IDS, p0=BOUNDS, p1=BOUNDS, delta=st.integers(-4, 4))
-    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move a range, if there is room for copies of shared cells."""
-        self.duel.seq_add(seq, p0, p1, delta)
-
-    @_in_use
+    @in_use
     @rule(seq=SEQ_IDS, p0=BOUNDS, p1=BOUNDS, d=st.integers(1, 4))
     def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
         """Divide a range, if there is room for copies of shared cells."""
         self.duel.seq_div(seq, p0, p1, d)
-
-    @_mostly_used
-    @rule(data=st.booleans())
-    def clear(self, data: bool) -> None:
-        """Empty the cache."""
-        self.duel.clear(data)
 
     @_pending
     @rule()
@@ -145,7 +222,7 @@ class AttentionMachine(RuleBasedStateMachine):
         """Compact."""
         self.duel.defrag(max_moves)
 
-    @_mostly_used
+    @crowded
     @rule(seq=st.sampled_from([-2, 4, 64]))
     def unknown_sequence(self, seq: int) -> None:
         """Ids out of range are refused by every verb."""
@@ -156,33 +233,10 @@ class AttentionMachine(RuleBasedStateMachine):
         """Grow or shrink."""
         self.duel.resize(size)
 
-    @_shallow
-    @rule()
-    def begin(self) -> None:
-        """Begin a transaction."""
-        self.duel.begin()
-
-    @_inside
-    @rule()
-    def commit(self) -> None:
-        """Keep what happened in the innermost transaction."""
-        self.duel.commit()
-
-    @_inside
-    @rule(back=st.integers(1, MAX_DEPTH))
-    def rollback(self, back: int) -> None:
-        """Take back the innermost transactions."""
-        self.duel.rollback(max(0, self.duel.depth - back))
-
     @rule(method=st.sampled_from([None, "copy", "rotate", "resize", "read_raw"]))
     def the_store_fails(self, method: str | None) -> None:
         """From here on operations meet a store that fails at first."""
         self.duel.broken = method
-
-    @invariant()
-    def agree(self) -> None:
-        """Cells, head, counts, sequences, bytes, view."""
-        self.duel.check()
 
 
 def machine_over(setup: Setup) -> type[AttentionMachine]:

@@ -2,9 +2,7 @@
 
 It is the oracle of the clever one, so it shares no code with it beyond the errors. ``content``
 stands for the K and V bytes of a cell, ``rotation`` for the position its K row is rotated to.
-A transaction is a copy of everything.
-
-Compaction as plainly as it can be written: the oracle of ``kvcellar.cache.rows``.
+A transaction is a copy of everything. :func:`naive_moves` compacts, a hole and a cell at a time.
 """
 
 from __future__ import annotations
@@ -18,46 +16,11 @@ from kvcellar.errors import CacheFull
 from kvcellar.types import Float16Array
 
 
-def naive_moves(
-    occupied: Sequence[bool], max_moves: int, fixed: Iterable[int] = ()
-) -> list[tuple[int, int]]:
-    """The moves that compact these cells, one hole and one cell at a time, by source.
-
-    Fixed cells, used or not, are neither holes nor moved.
-    """
-    stuck = set(fixed)
-    movable = {i for i, used in enumerate(occupied) if used and i not in stuck}
-    held = movable | stuck
-    n_held = len(held)
-    moves: list[tuple[int, int]] = []
-    n_runs, i = 0, 0
-    while i < n_held:
-        if i in held:
-            i += 1
-            continue
-        hole = 1
-        while i + hole < n_held and i + hole not in held:
-            hole += 1
-        sources = sorted(j for j in movable if j >= n_held)[-hole:]
-        for k, src in enumerate(sources):
-            if k == 0 or src != sources[k - 1] + 1:
-                if n_runs == max_moves:
-                    return sorted(moves)
-                n_runs += 1
-            moves.append((src, i + k))
-        movable -= set(sources)
-        i += hole
-    return sorted(moves)
-
-
-__all__ = ["NaiveCache", "NaiveCell", "NaiveToken", "naive_mask", "naive_moves"]
-
-
 @dataclass
 class NaiveCell:
-    """One cell; whoever fills it may note its bytes, which then have to stay the same.
+    """One cell; ``k_rows`` and ``v_rows`` are its bytes once a test has noted them.
 
-    A rotation makes those of K void.
+    They have to stay the same from then on, those of K until a rotation.
     """
 
     pos: int = -1
@@ -93,7 +56,6 @@ class NaiveCache:
         self.on_shared = on_shared
         self.head = 0
         self.reserved: frozenset[int] = frozenset()
-        self.saved: list[NaiveCache] = []  # as it was when each open transaction began
 
     # -- questions
 
@@ -195,7 +157,7 @@ class NaiveCache:
                 cell.pending, cell.turns, cell.k_rows = 0, cell.turns + 1, None
 
     def defrag(self, max_moves: int) -> None:
-        """Compact, moving at most so many runs."""
+        """Compact, moving at most ``max_moves`` runs."""
         top = self.cell_max
         fixed = {i for i in self.reserved if i < top}
         held = {i for i in range(top) if self.cells[i].owners} | fixed
@@ -206,7 +168,7 @@ class NaiveCache:
             self.head = len(held)
 
     def resize(self, size: int) -> None:
-        """Have so many cells, compacted if they would not fit."""
+        """Grow or shrink, compacted if the cells would not fit."""
         if self.used > size:
             raise CacheFull(self.used, size)
         if self.cell_max > size:
@@ -215,23 +177,9 @@ class NaiveCache:
         self.cells = [*self.cells[:size], *(NaiveCell() for _ in range(missing))]
         self.head = self.head if self.head < size else 0
 
-    # -- transactions
-
-    def begin(self) -> None:
-        """Begin a transaction."""
-        saved = self.copy()
-        self.saved.append(saved)
+    def reserve(self) -> None:
+        """Fill no cell that is used now, as within a transaction."""
         self.reserved |= {i for i, cell in enumerate(self.cells) if cell.owners}
-
-    def commit(self) -> None:
-        """End the innermost one and keep what happened."""
-        self.reserved = self.saved.pop().reserved
-
-    def rollback(self, depth: int) -> None:
-        """End all but the outermost ``depth`` ones and take back what happened in them."""
-        was = self.saved[depth].copy()
-        self.cells, self.head = was.cells, was.head
-        self.reserved, self.saved = was.reserved, was.saved
 
     # -- decoding
 
@@ -273,7 +221,7 @@ class NaiveCache:
         """An independent copy."""
         other = NaiveCache(0, self.on_shared)
         other.cells = [replace(cell, owners={*cell.owners}) for cell in self.cells]
-        other.head, other.reserved, other.saved = self.head, self.reserved, [*self.saved]
+        other.head, other.reserved = self.head, self.reserved
         return other
 
     # -- steps
@@ -316,3 +264,35 @@ def naive_mask(tokens: Sequence[NaiveToken], cells: Sequence[NaiveCell], n_kv: i
             if token.owners & cell.owners and cell.pos <= token.pos:
                 mask[i, c] = 0
     return mask
+
+
+def naive_moves(
+    occupied: Sequence[bool], max_moves: int, fixed: Iterable[int] = ()
+) -> list[tuple[int, int]]:
+    """The moves that compact these cells, one hole and one cell at a time, by source.
+
+    Fixed cells, used or not, are neither holes nor moved.
+    """
+    stuck = set(fixed)
+    movable = {i for i, used in enumerate(occupied) if used and i not in stuck}
+    held = movable | stuck
+    n_held = len(held)
+    moves: list[tuple[int, int]] = []
+    n_runs, i = 0, 0
+    while i < n_held:
+        if i in held:
+            i += 1
+            continue
+        hole = 1
+        while i + hole < n_held and i + hole not in held:
+            hole += 1
+        sources = sorted(j for j in movable if j >= n_held)[-hole:]
+        for k, src in enumerate(sources):
+            if k == 0 or src != sources[k - 1] + 1:
+                if n_runs == max_moves:
+                    return sorted(moves)
+                n_runs += 1
+            moves.append((src, i + k))
+        movable -= set(sources)
+        i += hole
+    return sorted(moves)

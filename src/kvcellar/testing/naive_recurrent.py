@@ -36,7 +36,7 @@ class NaiveStates:
         self.of: dict[int, NaiveState] = {}
         self.limit = limit
         self.every = every
-        self._ages: dict[int, int] = {}  # of each mark that was kept
+        self._ages: dict[int, int] = {}  # by mark, of those that were kept
         self._n_marks = 0
         self._n_kept = 0
 
@@ -100,7 +100,7 @@ class NaiveStates:
         state.kept = {kept: mark for kept, mark in state.kept.items() if kept <= n}
 
     def seq_cp(self, src: int, dst: int) -> None:
-        """Let dst share src's state."""
+        """Share src's state with dst."""
         if src != dst:
             self.of.pop(dst, None)
             if src in self.of:

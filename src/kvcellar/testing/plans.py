@@ -26,7 +26,7 @@ def causal_plan(
         tokens: their ids, or None where ``embeddings`` are given.
         start: position of the first.
         n_kv: cells looked at.
-        cells: the cell of each position from 0 on; cell i for position i when None.
+        cells: the cells of positions from 0 on; cell i for position i when None.
         outputs: the rows whose logits are wanted; all when None.
         embeddings: ``[n, n_embd]`` instead of tokens.
     """

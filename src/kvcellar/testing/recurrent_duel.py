@@ -1,7 +1,7 @@
 """A cache of states and its oracle, driven side by side.
 
-Every method does one thing to both and raises AssertionError where they part; what is refused must
-change nothing. Where rows are short, within transactions or because there are fewer than
+Every method does one thing to both and raises AssertionError where they differ; what is refused
+must change nothing. Where rows are short, within transactions or because there are fewer than
 :func:`~kvcellar.cache.recurrent.state_rows` says, checkpoints may go before their budget says so,
 and a batch may find no row; nothing else may differ.
 """
@@ -12,18 +12,17 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy, Transaction
+from kvcellar.cache.base import CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.recurrent import RecurrentCache, state_rows
 from kvcellar.errors import BatchError, CacheFull, KVCellarError, PositionError
-from kvcellar.testing.duel import Interrupted
+from kvcellar.testing.duel import CacheDuel, Interrupted, closed_range
 from kvcellar.testing.naive_recurrent import NaiveStates
 from kvcellar.testing.state_conformance import HistoryStore
-from kvcellar.types import MAX_POSITION
 
 N_SEQ = 3
 
 
-class RecurrentDuel:
+class RecurrentDuel(CacheDuel[NaiveStates]):
     """One cache, what it should know, and a store of histories.
 
     Args:
@@ -33,10 +32,11 @@ class RecurrentDuel:
     """
 
     def __init__(self, limit: int, every: int, n_rows: int | None = None) -> None:
+        super().__init__()
         self.store = HistoryStore(n_rows or state_rows(N_SEQ, limit), N_SEQ)
-        self.cache = RecurrentCache(self.store, CheckpointPolicy(CheckpointBudget(limit), every))
+        policy = CheckpointPolicy(CheckpointBudget(limit), every)
+        self.cache: RecurrentCache = RecurrentCache(self.store, policy)
         self.naive = NaiveStates(limit, every)
-        self.open: list[tuple[Transaction, NaiveStates]] = []
         self._scarce = n_rows is not None
         self._tokens = itertools.count(100)
 
@@ -57,17 +57,17 @@ class RecurrentDuel:
             at = last[min(group)] + 1
             rows.append((next(self._tokens), at, group))
             last.update(dict.fromkeys(group, at))
-        before = self.snapshot()
+        before = self.state()
         try:
             self._compute(rows, n_ubatch, fail_at)
         except Interrupted:
-            assert self.snapshot() == before
+            assert self.state() == before
         except CacheFull:
-            assert self._scarce or self.open, "a row should have been found"
-            assert self.snapshot() == before
+            assert self._scarce or self.depth, "a row should have been found"
+            assert self.state() == before
         except (BatchError, PositionError):
             assert not self._follows(rows)
-            assert self.snapshot() == before
+            assert self.state() == before
         else:
             assert self._follows(rows)
             self.naive.absorb(rows)
@@ -85,18 +85,18 @@ class RecurrentDuel:
                     self.store.spoil(plan)
                     raise Interrupted
                 self.store.absorb(plan)
-        self._give_up(left)
+        self._evict(left)
 
     def _kept(self) -> list[list[int]]:
-        """Of each sequence how many tokens its checkpoints have absorbed."""
+        """For each sequence: how many tokens its checkpoints have absorbed."""
         return [
             [kept.n for kept in held.checkpoints] if held else [] for held in self.cache.states.of
         ]
 
-    def _give_up(self, left: Sequence[Sequence[int]]) -> None:
-        """Let the oracle have no other checkpoints than these; only a lack of rows may take any."""
+    def _evict(self, left: Sequence[Sequence[int]]) -> None:
+        """Drop all but these checkpoints from the oracle; only a lack of rows may take any."""
         for seq, state in self.naive.of.items():
-            if self._scarce or self.open:
+            if self._scarce or self.depth:
                 assert state.kept.keys() >= set(left[seq])
                 state.kept = {n: mark for n, mark in state.kept.items() if n in left[seq]}
 
@@ -112,10 +112,10 @@ class RecurrentDuel:
 
     def seq_rm(self, seq: int, p0: int, p1: int) -> None:
         """Remove a range, if the state can."""
-        before = self.snapshot()
+        before = self.state()
         done = self.cache.seq_rm(seq, p0, p1)
-        assert done == self.naive.seq_rm(seq, *_closed(p0, p1))
-        assert done or self.snapshot() == before
+        assert done == self.naive.seq_rm(seq, *closed_range(p0, p1))
+        assert done or self.state() == before
 
     def rewind(self, seq: int, p0: int) -> None:
         """Go back."""
@@ -144,7 +144,7 @@ class RecurrentDuel:
     def _move(
         self, seq: int, p0: int, p1: int, change: Callable[[int], int], verb: Callable[[], None]
     ) -> None:
-        before, (lo, hi) = self.snapshot(), _closed(p0, p1)
+        before, (lo, hi) = self.state(), closed_range(p0, p1)
         moved = (
             {at: change(at) for at in self.naive.of[seq].positions} if seq in self.naive.of else {}
         )
@@ -153,7 +153,7 @@ class RecurrentDuel:
             verb()
         except KVCellarError:
             assert not can
-            assert self.snapshot() == before
+            assert self.state() == before
         else:
             assert can
 
@@ -165,31 +165,13 @@ class RecurrentDuel:
         """Empty the cache."""
         self.cache.clear(data)
         self.naive.clear()
-        if data and not self.open:
+        if data and not self.depth:
             assert all(self.store.text(row) == () for row in range(self.store.spec.n_rows))
-
-    # -- transactions
-
-    def begin(self) -> None:
-        """Begin a transaction."""
-        self.open.append((self.cache.transaction(), self.naive.copy()))
-
-    def commit(self) -> None:
-        """Keep what happened in the innermost one."""
-        transaction, _ = self.open.pop()
-        transaction.commit()
-
-    def rollback(self, depth: int) -> None:
-        """Take back what happened in all but the outermost ``depth`` ones."""
-        transaction, self.naive = self.open[depth]
-        transaction.rollback()
-        assert not any(inner.is_open for inner, _ in self.open[depth:])
-        del self.open[depth:]
 
     # -- agreement
 
-    def snapshot(self) -> tuple[object, ...]:
-        """All that a refusal must leave as it was: values that never change, and their rows."""
+    def state(self) -> tuple[object, ...]:
+        """Return values that never change, and their rows."""
         held = [one for one in self.cache.states.of if one]
         return (*self.cache.states.of, *(self.store.text(row) for one in held for row in one.rows))
 
@@ -233,7 +215,3 @@ def shared_groups(cache: RecurrentCache) -> list[list[int]]:
         if held is not None:
             users.setdefault(held.row, []).append(seq)
     return sorted(group for group in users.values() if len(group) > 1)
-
-
-def _closed(p0: int, p1: int) -> tuple[int, int]:
-    return max(p0, 0), MAX_POSITION if p1 < 0 else p1

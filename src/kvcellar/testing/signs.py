@@ -1,13 +1,10 @@
 """K and V rows that tell where they came from, for tests that move real bytes.
 
-Each content (a number) has rows of its own; K is rotated to a position by the oracle's RoPE. A
-store is right about a cell if it holds the rows of the cell's content, K rotated to where it should
-stand, within the rounding of its type.
-
-A store whose rows tell what they are: real K and V bytes next to the record of what they hold.
-
-Every content is a number, and has a key and a value of its own in each layer. Where a backend would
-compute a plan, tests call ``fill``. After that the bytes of every cell follow from the record:
+Every content is a number and has a key and a value of its own in each layer; a key is rotated to a
+position by the oracle's RoPE. Tests call :func:`fill` where a backend would compute a plan, and
+:func:`check_rows` to prove that cells hold the rows of their contents within the rounding of the
+type. :class:`SignedStore` keeps the record of a :class:`SignatureStore` beside the bytes of a real
+store, so that the bytes of every cell follow from the record:
 
 1. K is the content's key rotated to the recorded position (invariant 6).
 2. V is the content's value, bit for bit (invariant 7).
@@ -67,22 +64,18 @@ class SignedStore(SignatureStore):
     def fill(self, cells: Int64Array, content: Int64Array, positions: Int32Array) -> None:
         """Write fresh rows, as a backend would."""
         super().fill(cells, content, positions)
-        for i, layer in enumerate(self.spec.layers):
-            keys = rotated_rows(_signatures(i, "k", content, layer), positions, layer)
-            values = _signatures(i, "v", content, layer)
-            self.inner.write(i, cells, keys.astype(np.float32), values)
+        fill(self.inner, cells, content, positions)
+        for i in range(len(self.spec.layers)):
             for number, row in zip(content, self.inner.read_raw(i, "v", cells), strict=True):
                 self._values[i, int(number)] = row.tobytes()
 
     def check_rows(self) -> None:
-        """Prove that every cell's bytes are what the record says."""
+        """Raise AssertionError unless every cell's bytes are what the record says."""
         filled = np.flatnonzero(self.content >= 0)
         wiped = np.flatnonzero(self.content < 0)
         content = self.content[filled]
         for i, layer in enumerate(self.spec.layers):
-            expected = rotated_rows(
-                _signatures(i, "k", content, layer), self.rotation[filled], layer
-            )
+            expected = keys(layer, i, content, self.rotation[filled])
             error = np.abs(self.inner.read(i, "k", filled) - expected).max(axis=1, initial=0)
             assert (error <= self._tolerance).all(), f"K of cells {filled[error > self._tolerance]}"
             for cell, row in zip(filled, self.inner.read_raw(i, "v", filled), strict=True):
@@ -136,16 +129,6 @@ class SignedStore(SignatureStore):
         self.inner.close()
 
 
-def _signatures(i: int, part: Part, content: Int64Array, layer: LayerSpec) -> Float32Array:
-    """The rows that stand for contents, ``[n, width]``."""
-    width = layer.n_embd_k if part == "k" else layer.n_embd_v
-    rows = [
-        np.random.default_rng([i, part == "k", int(number)]).uniform(-1, 1, width)
-        for number in content
-    ]
-    return np.array(rows, np.float32).reshape(len(rows), width)
-
-
 ROUNDING = {"f32": 1e-5, "f16": 2**-10, "bf16": 2**-7, "q8_0": 0.02, "q5_1": 0.15, "q5_0": 0.2}
 """Largest error of a value that is stored once, as a share of its row's largest; else 0.35."""
 
@@ -177,7 +160,7 @@ class Setup:
     flash_attn: bool = True
 
     def spec(self, size: int, padding: int = 1, n_seq_max: int = 4) -> CacheSpec:
-        """A cache of so many cells."""
+        """The shape of a cache of ``size`` cells."""
         return CacheSpec(
             size, n_seq_max, self.layers, self.type_k, self.type_v, self.flash_attn, padding
         )
@@ -205,9 +188,9 @@ def check_rows(
     Args:
         store: what is asked.
         cells: which cells.
-        contents: of each cell.
-        positions: what the K row of each is rotated to.
-        turns: how often each has been rotated since it was written; each adds rounding.
+        contents: their contents.
+        positions: the positions that their K rows are rotated to.
+        turns: how often they were rotated since they were written; every time adds rounding.
     """
     if isinstance(store, SignatureStore):
         assert store.content[cells].tolist() == contents.tolist()

@@ -1,6 +1,6 @@
-"""What every store of recurrent states has to do, as a test class to subclass.
+"""Stores of recurrent states: what every one has to do, and one that knows what it holds.
 
-Give it a way to open a store, and the specs to run over; with pytest::
+Subclass :class:`StateStoreConformance` with a way to open a store; with pytest::
 
     @pytest.mark.parametrize("spec", state_specs(), ids=state_spec_name)
     class TestMyStateStore(StateStoreConformance):
@@ -8,12 +8,11 @@ Give it a way to open a store, and the specs to run over; with pytest::
             return MyStateStore(spec)
 
 A store must come empty and zeroed. The row behind its last one, ``n_rows``, can be read and holds
-zeros for good: it is what a sequence without a state starts from.
+zeros for good: a sequence without a state starts from it.
 
-A store of states that are the tokens they have absorbed, for tests of caches.
-
-A row holds the number of a text, as the one value of its state, so that states can be read and
-written like any others; number 0, which zeros are, is the text of no tokens.
+:class:`HistoryStore` is for tests of caches: a state is the text of the tokens it has absorbed, by
+number, as its one value, so that it can be read and written like any other; number 0, which zeros
+are, is the text of no tokens.
 """
 
 from __future__ import annotations
@@ -79,17 +78,17 @@ class HistoryStore:
         self._numbers[rows] = states
 
     def wipe(self, rows: Int64Array) -> None:
-        """Let rows hold the text of no tokens."""
+        """Make rows the text of no tokens."""
         self._fail_if_broken("wipe")
         self._numbers[rows] = 0
 
     def zero(self) -> None:
-        """Let every row hold the text of no tokens."""
+        """Make every row the text of no tokens."""
         self._fail_if_broken("zero")
         self._numbers.fill(0)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
     def _fail_if_broken(self, method: str) -> None:
         if self.broken == method:
@@ -101,7 +100,7 @@ _N = 5
 
 def state_specs() -> list[StateSpec]:
     """States of several unlike layers, of convolutions alone, and of one row."""
-    mixed = (StateLayer(6, 16), StateLayer(3), StateLayer(10, 4))
+    mixed = (StateLayer(6, 16), StateLayer(3), StateLayer(10, 4), StateLayer(0, 5))
     return [
         StateSpec(_N, 2, mixed),
         StateSpec(_N, 4, (StateLayer(7), StateLayer(7))),

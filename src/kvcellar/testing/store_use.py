@@ -1,6 +1,7 @@
-"""Using a store of snapshots in tests: what it holds, what it refuses, and much at once.
+"""Stores of snapshots in tests: the obvious one, an oracle, and what others are used for.
 
-The obvious store of snapshots: a dict in the order of use. The oracle of all others.
+:class:`NaiveStore` is a dict in the order of use; the functions ask a store what it holds and what
+it refuses, and use it from several threads.
 """
 
 from __future__ import annotations

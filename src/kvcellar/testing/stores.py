@@ -71,7 +71,7 @@ class NullStore:
         self._spec = replace(self._spec, size=size)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
     def _refuse(self, layer: int, part: Part, cells: Int64Array) -> NoReturn:
         raise NotSupported(f"no {part} rows of cells {cells.tolist()} in layer {layer}")
@@ -90,7 +90,7 @@ class SignatureStore(NullStore):
         self.rotations = 0  # how many calls of rotate there were
 
     def fill(self, cells: Int64Array, content: Int64Array, positions: Int32Array) -> None:
-        """Let cells hold fresh rows."""
+        """Write fresh rows."""
         self.content[cells] = content
         self.rotation[cells] = positions
 
@@ -106,7 +106,7 @@ class SignatureStore(NullStore):
         cells: Int64Array,
         rows: ByteArray,
     ) -> None:
-        """Let cells hold what was read."""
+        """Write rows that were read."""
         values = np.ascontiguousarray(rows).view(np.int64)
         self.content[cells] = values[:, 0]
         if part == "k":

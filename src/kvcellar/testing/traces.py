@@ -1,15 +1,14 @@
-"""Replays recorded traces of llama.cpp's cache: each step's result and the state after it.
+"""Replays of recorded traces of llama.cpp's caches: every result, and the state after every step.
 
 A trace is ``{"size", "padding", "steps"}``; a step has an ``op``, its arguments, and ``expect``.
-Caches replay with ``on_shared="move"``, since the reference moves a shared cell for every owner.
 
-The naive cache plays along and says which content each cell must hold, rotated to which position
-(invariants 6 and 7); a :class:`SignedStore` proves that its bytes are those.
-
-Replays recorded traces of llama.cpp's recurrent cache: results, positions, who shares what.
-
-The states carry their history, so that every step proves that each sequence's is its own. Without
-checkpoints, as the reference has none.
+1. :class:`TraceReplay` plays those of the attention cache, with ``on_shared="move"``, since the
+   reference moves a shared cell for every owner. The naive cache plays along and says which content
+   each cell holds, rotated to which position (invariants 6 and 7); a
+   :class:`~kvcellar.testing.signs.SignedStore` proves that its bytes are those.
+2. :class:`RecurrentReplay` plays those of the recurrent cache, without checkpoints, as the
+   reference has none. States carry their history, so every step proves that each sequence has its
+   own.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def load_traces(path: Path) -> list[dict[str, Any]]:
 
 
 class TraceReplay:
-    """Plays a trace on an attention cache and raises AssertionError where they part.
+    """Play a trace on an attention cache and raise AssertionError where they differ.
 
     Args:
         trace: what to play.
@@ -178,7 +177,7 @@ def _closed(key: str, bound: int) -> int:
 
 
 class RecurrentReplay:
-    """Plays a trace and raises AssertionError where cache and trace part.
+    """Play a trace on a recurrent cache and raise AssertionError where they differ.
 
     Args:
         trace: what to play.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvcellar.testing.tiny_llama import TinyLlama
-from tests.backends.ggml.ops_bench import Bench
 from tests.backends.helpers import Rig
+from tests.backends.ops_bench import Bench
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from kvcellar.runtime.model import Model
 from kvcellar.testing.plans import causal_plan
 from tests.backends.helpers import Rig
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("n_threads", [0, -1, MAX_THREADS + 1, True, False, 2**70])
 def test_thread_counts_out_of_range_are_refused(n_threads: int) -> None:

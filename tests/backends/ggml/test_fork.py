@@ -9,7 +9,10 @@ import pytest
 
 from tests.backends.helpers import run_python
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here"),
+]
 
 SETUP = """
 import gc, os, signal, sys, threading, warnings

@@ -23,7 +23,7 @@ from kvcellar.types import (
     StateLayer,
     StateSpec,
 )
-from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows
+from tests.backends.ops_bench import Bench, Pass, plan_of, rows
 
 N, N_LAYER, N_HEAD, D, N_EXPERT = 64, 3, 4, 64, 40
 ROPE = RopeSpec("neox", 32)

@@ -33,7 +33,7 @@ from kvcellar.types import (
     StateSpec,
     group_layers,
 )
-from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.backends.ops_bench import Bench, close_to, plan_of, rows
 
 ROPE = RopeSpec("neox", 8)
 FULL = LayerSpec(2, 8, 8, ROPE)

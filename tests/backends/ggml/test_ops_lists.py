@@ -15,7 +15,7 @@ from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellLists, CellPlan
 from kvcellar.types import BoolArray, CacheSpec, Float32Array, KVType, LayerSpec, MemorySpec
-from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
+from tests.backends.ops_bench import Bench, close_to, plan_of, rows
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="no kernel here")
 

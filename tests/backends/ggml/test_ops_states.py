@@ -1,182 +1,25 @@
-"""Convolutions and scans over states in rows, against the formulas, a token at a time."""
+"""Graphs of states: which of them are kept, and for which plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
-import numpy.typing as npt
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvcellar.backends.operations import Ops
-from kvcellar.errors import NotSupported
-from kvcellar.plan import Plan, StatePlan
-from kvcellar.types import (
-    AnyArray,
-    Float32Array,
-    KVType,
-    LayerPlace,
-    MemorySpec,
-    StateLayer,
-    StateSpec,
+from tests.backends.ops_bench import Bench, close_to, rows
+from tests.backends.test_ops_states import (
+    N_ROWS,
+    OTHER,
+    Mamba,
+    all_states,
+    open_filled,
+    state_plan,
 )
-from tests.backends.ggml.ops_bench import Bench, close_to, plan_of, rows
-
-N_ROWS = 5
-OTHER = 7
-"""Values of a row that belong to the layer before."""
-F64 = npt.NDArray[np.float64]
-
-
-@dataclass
-class Mamba:
-    """A layer that convolves all its inputs and scans some of them."""
-
-    n_head: int = 4
-    d: int = 3
-    d_state: int = 6
-    n_group: int = 2
-    k: int = 4
-    wide_a: bool = False
-
-    def __post_init__(self) -> None:
-        n_head, n_group, d_state = self.n_head, self.n_group, self.d_state
-        self.sizes = [n_head * self.d, n_head, n_group * d_state, n_group * d_state]
-        self.width = sum(self.sizes)
-        self.conv = rows(self.width, self.k, seed=1)
-        self.a = -np.abs(rows(n_head, d_state if self.wide_a else 1, seed=2))
-
-    @property
-    def spec(self) -> MemorySpec:
-        own = StateLayer((self.k - 1) * self.width, self.n_head * self.d * self.d_state)
-        states = StateSpec(N_ROWS, 3, (StateLayer(OTHER), own))
-        return MemorySpec((), states, (LayerPlace(state=0), LayerPlace(state=1)))
-
-    def forward(self, bench: Bench, kind: KVType = KVType.F32) -> Forward:
-        return Forward(self, bench.weight(self.conv, kind), bench.weight(self.a, kind))
-
-    def expected(self, xs: F64, state: AnyArray) -> tuple[F64, F64]:
-        """Outputs and the state left by the inputs ``[n, width]`` of one sequence."""
-        n_conv, n_head = (self.k - 1) * self.width, self.n_head
-        conv, ssm = np.split(state.astype(np.float64), [n_conv])
-        last = conv.reshape(self.width, self.k - 1).T
-        ssm = ssm.reshape(n_head, self.d, self.d_state)
-        out, group = [], n_head // self.n_group
-        for x in xs:
-            window = np.vstack([last, x])
-            last = window[1:]
-            x, dt, b, c = np.split((window * self.conv.T).sum(axis=0), np.cumsum(self.sizes)[:-1])
-            step = np.log1p(np.exp(dt))[:, np.newaxis, np.newaxis]
-            b, c = (np.repeat(y.reshape(self.n_group, 1, -1), group, axis=0) for y in (b, c))
-            a = self.a[:, np.newaxis].astype(np.float64)
-            ssm = ssm * np.exp(step * a) + step * x.reshape(n_head, self.d, 1) * b
-            out.append((ssm * c).sum(axis=2).ravel())
-        return np.array(out), np.concatenate([last.T.ravel(), ssm.ravel()])
-
-
-@dataclass
-class Forward:
-    """The pass of a :class:`Mamba`."""
-
-    mamba: Mamba
-    conv: int
-    a: int
-
-    def __call__(self, ops: Ops[int], x: int) -> int:
-        m = self.mamba
-        x, dt, b, c = ops.split(ops.short_conv(1, x, self.conv), m.sizes)
-        heads, b, c = ops.heads(x, m.n_head), ops.heads(b, m.n_group), ops.heads(c, m.n_group)
-        return ops.merge(ops.ssm_scan(1, heads, dt, self.a, b, c))
-
-
-def _plan(x: Float32Array, sources: list[int], targets: list[int]) -> Plan:
-    states = StatePlan(np.array(sources, np.int32), np.array(targets, np.int64))
-    return plan_of(x, states=states)
 
 
 def _open(opened: list[Bench], mamba: Mamba) -> Bench:
-    """A bench whose states are random numbers."""
-    bench = Bench(mamba.spec)
+    bench = open_filled(Bench, mamba)
+    assert isinstance(bench, Bench)
     opened.append(bench)
-    assert bench.memory.states is not None
-    width = bench.memory.states.spec.row_bytes // 4
-    bench.memory.states.write(np.arange(N_ROWS), rows(N_ROWS, width, seed=9))
     return bench
-
-
-def _states(bench: Bench) -> Float32Array:
-    """All rows, that of zeros last."""
-    assert bench.memory.states is not None
-    return bench.memory.states.read(np.arange(N_ROWS + 1))
-
-
-def _check(
-    bench: Bench, mamba: Mamba, x: Float32Array, sources: list[int], targets: list[int]
-) -> None:
-    """One run, of which outputs and every row are as the formulas have them."""
-    _check_run(bench, mamba, mamba.forward(bench), _plan(x, sources, targets))
-
-
-def _check_run(bench: Bench, mamba: Mamba, forward: Forward, plan: Plan) -> None:
-    before, states, x = _states(bench), plan.states, plan.micro.embeddings
-    assert states is not None
-    assert x is not None
-    got = bench.run(forward, plan)
-    wanted, out = before.astype(np.float64), []
-    pieces = np.split(x.astype(np.float64), states.n_seqs)
-    for piece, source, target in zip(pieces, states.sources, states.targets, strict=True):
-        y, wanted[target, OTHER:] = mamba.expected(piece, before[source, OTHER:])
-        out.append(y)
-    close_to(got, np.concatenate(out))
-    after, untouched = _states(bench), np.setdiff1d(np.arange(N_ROWS + 1), states.targets)
-    close_to(after, wanted)
-    np.testing.assert_array_equal(after[untouched], before[untouched])
-    assert not after[N_ROWS].any()
-
-
-VARIANTS = {
-    "mamba2": Mamba(),
-    "mamba": Mamba(n_head=5, d=1, d_state=6, n_group=1, wide_a=True),
-    "one group": Mamba(n_group=1),
-    "wide heads": Mamba(n_head=2, d=16, d_state=32, n_group=1),
-    "one head": Mamba(n_head=1, n_group=1),
-}
-
-
-@pytest.mark.parametrize("mamba", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize(
-    ("n", "sources", "targets"),
-    [
-        (1, [2], [0]),
-        (7, [1], [1]),  # in place
-        (2, [N_ROWS], [3]),  # from zeros, fewer inputs than the convolution remembers
-        (6, [4, 1, N_ROWS], [4, 0, 3]),
-        (3, [2, 2, 2], [0, 1, 4]),  # a state that three share
-        (6, [N_ROWS, N_ROWS], [1, 0]),
-        (2, [0, 1], [1, 0]),
-    ],
-)
-def test_states_are_read_from_rows_and_left_in_rows(
-    opened: list[Bench], mamba: Mamba, n: int, sources: list[int], targets: list[int]
-) -> None:
-    bench = _open(opened, mamba)
-    _check(bench, mamba, rows(n, mamba.width, seed=n), sources, targets)
-
-
-@given(st.data())
-@settings(max_examples=25, deadline=None)
-def test_any_rows(data: st.DataObject) -> None:
-    mamba = VARIANTS[data.draw(st.sampled_from(sorted(VARIANTS)))]
-    bench = _open([], mamba)
-    for seed in range(2):
-        n_seqs, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
-        row = st.integers(0, N_ROWS - 1)
-        targets = data.draw(st.lists(row, min_size=n_seqs, max_size=n_seqs, unique=True))
-        sources = data.draw(st.lists(st.integers(0, N_ROWS), min_size=n_seqs, max_size=n_seqs))
-        _check(bench, mamba, rows(n_seqs * steps, mamba.width, seed=seed), sources, targets)
-    bench.close()
 
 
 def test_one_graph_serves_all_rows(opened: list[Bench]) -> None:
@@ -184,17 +27,18 @@ def test_one_graph_serves_all_rows(opened: list[Bench]) -> None:
     bench = _open(opened, mamba)
     executor, x = bench.executor(mamba.forward(bench)), rows(4, mamba.width)
     plans = [
-        _plan(x, *where) for where in (([0, 1], [2, 3]), ([3, N_ROWS], [3, 0]), ([4, 4], [1, 4]))
+        state_plan(x, *where)
+        for where in (([0, 1], [2, 3]), ([3, N_ROWS], [3, 0]), ([4, 4], [1, 4]))
     ]
     for plan in plans:
         assert plan.states is not None
-        before = _states(bench)
+        before = all_states(bench)
         halves = np.split(x.astype(np.float64), 2)
         pairs = zip(halves, plan.states.sources, strict=True)
         expected = [mamba.expected(half, before[source, OTHER:]) for half, source in pairs]
         got = executor.run(plan)
         close_to(got, np.concatenate([y for y, _ in expected]))
-        left = _states(bench)[plan.states.targets, OTHER:]
+        left = all_states(bench)[plan.states.targets, OTHER:]
         close_to(left, np.array([state for _, state in expected]))
     assert len(executor._cache._graphs) == 1
 
@@ -203,61 +47,5 @@ def test_the_number_of_sequences_is_part_of_a_graph_s_shape(opened: list[Bench])
     mamba = Mamba()
     bench, x = _open(opened, mamba), rows(4, mamba.width)
     executor = bench.executor(mamba.forward(bench))
-    one = executor._cache.get(_plan(x, [0], [0]))
-    assert executor._cache.get(_plan(x, [0, 1], [0, 1])) is not one
-
-
-def test_token_by_token_equals_all_at_once(opened: list[Bench]) -> None:
-    mamba = Mamba()
-    x = rows(6, mamba.width)
-    whole, single = _open(opened, mamba), _open(opened, mamba)
-    expected = whole.run(mamba.forward(whole), _plan(x, [N_ROWS], [0]))
-    executor = single.executor(mamba.forward(single))
-    for i in range(6):
-        source = 0 if i else N_ROWS
-        close_to(executor.run(_plan(x[i : i + 1], [source], [0])), expected[i : i + 1])
-    close_to(_states(single)[0], _states(whole)[0])
-
-
-def test_a_sequence_does_not_depend_on_those_beside_it(opened: list[Bench]) -> None:
-    mamba = Mamba()
-    x = rows(6, mamba.width)
-    alone, beside = _open(opened, mamba), _open(opened, mamba)
-    expected = alone.run(mamba.forward(alone), _plan(x[2:4], [1], [1]))
-    got = beside.run(mamba.forward(beside), _plan(x, [0, 1, 2], [0, 1, 2]))
-    np.testing.assert_array_equal(got[2:4], expected)
-    np.testing.assert_array_equal(_states(beside)[1], _states(alone)[1])
-
-
-def test_states_are_written_even_if_no_output_is_wanted(opened: list[Bench]) -> None:
-    mamba = Mamba()
-    bench, other = _open(opened, mamba), _open(opened, mamba)
-    plan = _plan(rows(4, mamba.width), [0, N_ROWS], [1, 2])
-    none = replace(plan, micro=replace(plan.micro, outputs=np.empty(0, np.int32)))
-    assert bench.run(mamba.forward(bench), none).size == 0
-    other.run(mamba.forward(other), plan)
-    np.testing.assert_array_equal(_states(bench), _states(other))
-
-
-def test_weights_of_half_precision_are_widened(opened: list[Bench]) -> None:
-    mamba = Mamba()
-    mamba.conv, mamba.a = (x.astype(np.float16).astype(np.float32) for x in (mamba.conv, mamba.a))
-    bench = _open(opened, mamba)
-    plan = _plan(rows(4, mamba.width), [0, 1], [2, 3])
-    _check_run(bench, mamba, mamba.forward(bench, KVType.F16), plan)
-
-
-def test_a_convolution_of_one_input_has_no_state(opened: list[Bench]) -> None:
-    spec = MemorySpec((), StateSpec(2, 1, (StateLayer(0, 0),)), (LayerPlace(state=0),))
-    opened.append(Bench(spec))
-    x, weight = rows(4, 5), rows(5, 1, seed=1)
-    w = opened[0].weight(weight)
-    got = opened[0].run(lambda ops, x: ops.short_conv(0, x, w), _plan(x, [0, 1], [0, 1]))
-    close_to(got, x * weight[:, 0])
-
-
-def test_states_need_a_plan_and_a_memory_that_have_them(opened: list[Bench]) -> None:
-    mamba = Mamba()
-    bench = _open(opened, mamba)
-    with pytest.raises(NotSupported, match="without states"):
-        bench.run(mamba.forward(bench), rows(4, mamba.width))
+    one = executor._cache.get(state_plan(x, [0], [0]))
+    assert executor._cache.get(state_plan(x, [0, 1], [0, 1])) is not one

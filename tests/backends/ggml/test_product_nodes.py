@@ -13,7 +13,7 @@ from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.backends.operations import Ops
 from kvcellar.types import Float32Array, KVType
-from tests.backends.ggml.ops_bench import Bench, Pass, plan_of, rows
+from tests.backends.ops_bench import Bench, Pass, plan_of, rows
 
 REASON = why_no_products()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -107,6 +107,7 @@ def test_a_part_of_the_activations_may_be_multiplied(bench: Bench) -> None:
 
 
 @compiled
+@pytest.mark.alone
 def test_neither_threads_nor_company_change_a_token(bench: Bench) -> None:
     x, values = rows(70, 96), rows(80, 96, seed=1)
     weight = bench.weight(values, KVType.Q4_1)

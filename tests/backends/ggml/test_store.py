@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvcellar.backends.ggml import buffers as buffers_module
-from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.errors import AllocationError, NotSupported, OptionError
-from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs
 from kvcellar.types import CacheSpec, KVType, LayerSpec
 
 LAYERS = (LayerSpec(2, 64, 32), LayerSpec(1, 32, 64))
-
-
-@pytest.mark.parametrize("spec", store_specs(KVType), ids=spec_name)
-class TestGgmlStore(KVStoreConformance):
-    @pytest.fixture(autouse=True)
-    def _backend(self) -> Iterator[None]:
-        self.backend = GgmlBackend(1)
-        yield
-        self.backend.close()
-
-    def open(self, spec: CacheSpec) -> GgmlStore:
-        return GgmlStore(spec, self.backend)
 
 
 def test_a_store_without_a_backend_cannot_rotate() -> None:
@@ -40,37 +25,10 @@ def test_a_store_without_a_backend_cannot_rotate() -> None:
     store.close()
 
 
-def _spec_with(layers: tuple[LayerSpec, ...], option: str, kind: KVType) -> CacheSpec:
-    if option == "type_k":
-        return CacheSpec(8, 1, layers, type_k=kind)
-    return CacheSpec(8, 1, layers, type_v=kind)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KVType if kind.is_quantized])
-@pytest.mark.parametrize("option", ["type_k", "type_v"])
-def test_blocks_must_divide_a_head(kind: KVType, option: str) -> None:
-    odd = (LayerSpec(2, 32, 32), LayerSpec(2, 48, 48))
-    with pytest.raises(OptionError, match=rf"{option}={kind.label}: heads of layer 1 have 48"):
-        GgmlStore(_spec_with(odd, option, kind))
-
-
-def test_quantised_v_cannot_lie_across() -> None:
-    with pytest.raises(OptionError, match="quantised V needs flash_attn=True"):
-        GgmlStore(CacheSpec(8, 1, LAYERS, type_v=KVType.Q8_0, flash_attn=False))
-
-
 def test_rows_that_lie_across_are_equally_long_in_all_layers() -> None:
     uneven = (LayerSpec(2, 64, 32), LayerSpec(1, 32, 32))
     with pytest.raises(OptionError, match="V rows of layers differ in size"):
         GgmlStore(CacheSpec(8, 1, uneven, flash_attn=False))
-
-
-def test_a_store_beyond_memory_is_refused_before_it_is_asked_for() -> None:
-    spec = CacheSpec(2**40, 1, LAYERS)
-    with pytest.raises(AllocationError, match="for the K/V buffer") as caught:
-        GgmlStore(spec)
-    assert caught.value.n_bytes == spec.n_bytes
-    assert caught.value.buffer == "the K/V buffer"
 
 
 def test_an_allocation_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

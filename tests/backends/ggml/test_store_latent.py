@@ -81,8 +81,3 @@ def test_only_the_rotary_part_turns(backend: GgmlBackend, kind: KVType, mode: st
 def test_v_across_of_latent_layers_has_no_width_to_differ_in() -> None:
     layers = (LATENT, PLAIN, LayerSpec(1, 96, 64, v_offset=0))
     GgmlStore(CacheSpec(N, 1, layers, flash_attn=False)).close()
-
-
-def test_the_type_of_v_does_not_matter_where_there_is_none() -> None:
-    layers = (LayerSpec(1, 48, 33, v_offset=0),)
-    GgmlStore(CacheSpec(N, 1, layers, type_v=KVType.Q8_0, flash_attn=False)).close()

@@ -75,45 +75,6 @@ def test_shares_that_vanish_are_no_nan() -> None:
     np.testing.assert_array_equal(shares, 0)
 
 
-def test_a_bias_of_the_router_decides_too() -> None:
-    alone = mixture(X, replace(WEIGHTS, n_used=1), Routing())
-    assert not np.allclose(alone, mixture(X, _only(3), Routing()))
-
-
-def test_gate_rows_lie_before_up_rows() -> None:
-    assert WEIGHTS.gate is not None
-    assert WEIGHTS.up is not None
-    both = np.concatenate([WEIGHTS.gate, WEIGHTS.up], axis=1)
-    fused = replace(WEIGHTS, gate=None, up=None, gate_up=both)
-    np.testing.assert_allclose(
-        mixture(X, fused, Routing()), mixture(X, WEIGHTS, Routing()), rtol=1e-5, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai"])
-def test_an_expert_scales_its_products_and_then_adds_its_biases(activation: Any) -> None:
-    more = {
-        "gate_scale": _random(N_EXPERT, seed=6),
-        "up_scale": _random(N_EXPERT, seed=7),
-        "down_scale": _random(N_EXPERT, seed=8),
-        "gate_bias": _random(N_EXPERT, N_FF, seed=9),
-        "up_bias": _random(N_EXPERT, N_FF, seed=10),
-        "down_bias": _random(N_EXPERT, N_EMBD, seed=11),
-    }
-    weights = _only(2, **more)
-    assert weights.gate is not None
-    assert weights.up is not None
-    gate = X @ weights.gate[2].T * more["gate_scale"][2] + more["gate_bias"][2]
-    up = X @ weights.up[2].T * more["up_scale"][2] + more["up_bias"][2]
-    if activation == "swiglu":
-        hidden = gate / (1 + np.exp(-gate)) * up
-    else:
-        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    wanted = hidden @ weights.down[2].T * more["down_scale"][2] + more["down_bias"][2]
-    got = mixture(X, weights, Routing(activation=activation))
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_the_bounded_swiglu_is_bounded() -> None:
     """A gate of at most 7, an up within 7, both only then multiplied."""
     huge = {"gate_bias": np.full((4, 5), 1e3, np.float32), "up_bias": np.full((4, 5), -1e3)}
@@ -121,15 +82,3 @@ def test_the_bounded_swiglu_is_bounded() -> None:
     got = mixture(X, weights, Routing(activation="swiglu_oai"))
     wanted = np.full(N_FF, 7 / (1 + np.exp(-1.702 * 7)) * -6) @ weights.down[1].T
     np.testing.assert_allclose(got, np.tile(wanted, (3, 1)), rtol=1e-4)
-
-
-def test_one_scale_of_gate_and_up_together() -> None:
-    scale = np.array([2, 3, 4, 5], np.float32)
-    assert WEIGHTS.gate is not None
-    assert WEIGHTS.up is not None
-    both = np.concatenate([WEIGHTS.gate, WEIGHTS.up], axis=1)
-    fused = _only(2, gate=None, up=None, gate_up=both, gate_up_scale=scale)
-    apart = _only(2, gate_scale=scale, up_scale=scale)
-    np.testing.assert_allclose(
-        mixture(X, fused, Routing()), mixture(X, apart, Routing()), rtol=1e-5, atol=1e-6
-    )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvcellar.backends.base import KVStore
-from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend
+from kvcellar.backends.numpy.ops import NumpyExecutor, NumpyOps, attend, softmax
 from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.backends.operations import ExpertWeights, Ops
-from kvcellar.errors import PositionError
+from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellPlan, Plan
 from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
@@ -30,17 +28,6 @@ def test_tokens_or_embeddings_are_the_input() -> None:
     np.testing.assert_array_equal(_ops(plan).embed(TABLE), given)
 
 
-def test_neighbouring_heads_share_a_head_of_k_and_v() -> None:
-    """Equal to attending a head at a time."""
-    q, keys, values = (random_rows(3, n * 8, n).reshape(3, n, 8) for n in (6, 2, 2))
-    mask = np.zeros((3, 3), np.float16)
-    got = attend(q, keys, values, mask, 0.3).reshape(3, 6, 8)
-    for head in range(6):
-        one = slice(head // 3, head // 3 + 1)
-        alone = attend(q[:, head : head + 1], keys[:, one], values[:, one], mask, 0.3)
-        np.testing.assert_allclose(got[:, head], alone, rtol=1e-5)
-
-
 def test_hidden_cells_are_not_even_read() -> None:
     """A NaN in a cell that the mask hides reaches nobody (invariant 9)."""
     store, plan = NumpyStore(SPEC), causal_plan([1, 2], n_kv=16)
@@ -48,32 +35,6 @@ def test_hidden_cells_are_not_even_read() -> None:
     store.write_raw(0, "v", np.arange(16), np.full((16, 16), 0xFF, np.uint8))
     x = random_rows(2, 4).reshape(2, 1, 4)
     assert np.isfinite(_ops(plan, store).attention(0, x, x, x, 1.0)).all()
-
-
-@pytest.mark.parametrize("scales", [False, True])
-def test_experts_are_the_best_ones_weighted(scales: bool) -> None:
-    rng = np.random.default_rng(0)
-
-    def matrix(*shape: int) -> Float32Array:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    scale = np.array([1, 2, 3], np.float32) if scales else None
-    router, gates, ups, downs = matrix(3, 4), matrix(3, 5, 4), matrix(3, 5, 4), matrix(3, 4, 5)
-    weights = ExpertWeights(
-        router, downs, 2, gate=gates, up=ups, gate_scale=scale, down_scale=scale
-    )
-    x = random_rows(2, 4)
-    got = _ops(causal_plan([0, 0])).experts(x, weights)
-    for row, out in zip(x.astype(np.float64), got, strict=True):
-        powers = np.exp(router @ row)
-        best = np.argsort(powers)[-2:]
-        expected = np.zeros(4)
-        for i in best:
-            factor = 1.0 if scale is None else float(scale[i])
-            gate = factor * (gates[i] @ row)
-            hidden = gate / (1 + np.exp(-gate)) * (ups[i] @ row)
-            expected += powers[i] / powers[best].sum() * factor * (downs[i] @ hidden)
-        np.testing.assert_allclose(out, expected, rtol=1e-4)
 
 
 def test_an_executor_runs_a_forward_pass_over_its_store() -> None:
@@ -117,8 +78,13 @@ def test_layers_write_to_the_group_they_are_in() -> None:
     np.testing.assert_array_equal(stores[0].read(0, "k", wide.cells), 2 * x.reshape(2, 4))
 
 
-def test_learned_positions_are_those_of_the_plan() -> None:
-    ops = _ops(causal_plan([1, 2], start=7))
-    np.testing.assert_array_equal(ops.embed_positions(TABLE), TABLE[7:9])
-    with pytest.raises(PositionError, match="position 10: the model has learned 10 positions"):
-        _ops(causal_plan([1], start=10)).embed_positions(TABLE)
+def test_a_large_sink_leaves_nothing() -> None:
+    q, keys, values = random_rows(3, 8).reshape(3, 4, 2), *random_rows(2, 20).reshape(2, 5, 2, 2)
+    sinks, mask = np.full(4, 1e4, np.float32), np.zeros((3, 5), np.float16)
+    np.testing.assert_array_equal(attend(q, keys, values, mask, 0.3, sinks=sinks), 0)
+
+
+def test_shares_of_large_scores_sum_to_one() -> None:
+    shares = softmax(np.array([[1e4, 0, -np.inf], [-1e4, -1e4, -1e4]], np.float32))
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
+    assert shares[0, 2] == 0

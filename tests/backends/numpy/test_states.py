@@ -1,4 +1,4 @@
-"""Rows of states, and convolution and scan against formulas that know of no state."""
+"""Convolution and scan over rows of states against formulas that know of no state."""
 
 from __future__ import annotations
 
@@ -37,36 +37,6 @@ def _plan(sources: Sequence[int], targets: Sequence[int]) -> StatePlan:
 # -- the store
 
 
-def test_a_new_store_holds_zeros() -> None:
-    states = NumpyStateStore(SPEC).read(np.arange(N_ROWS + 1))
-    assert states.shape == (N_ROWS + 1, WIDTH)
-    assert states.dtype == np.float32
-    assert not states.any()
-
-
-def test_rows_come_back_in_the_order_asked_for() -> None:
-    store, states = NumpyStateStore(SPEC), _random(3, WIDTH)
-    store.write(np.array([2, 0, 3]), states)
-    np.testing.assert_array_equal(store.read(np.array([3, 2, 2, 0])), states[[2, 0, 0, 1]])
-    assert not store.read(np.array([1, N_ROWS])).any()
-
-
-def test_what_is_read_is_a_copy() -> None:
-    store = NumpyStateStore(SPEC)
-    store.read(np.array([1]))[:] = 7
-    assert not store.read(np.array([1])).any()
-
-
-def test_wiping_touches_only_its_rows() -> None:
-    store, states = NumpyStateStore(SPEC), _random(N_ROWS, WIDTH)
-    store.write(np.arange(N_ROWS), states)
-    store.wipe(np.array([1, 3]))
-    states[[1, 3]] = 0
-    np.testing.assert_array_equal(store.read(np.arange(N_ROWS)), states)
-    store.zero()
-    assert not store.read(np.arange(N_ROWS)).any()
-
-
 def test_layers_lie_one_after_the_other() -> None:
     store, states = NumpyStateStore(SPEC), _random(N_ROWS, WIDTH)
     store.write(np.arange(N_ROWS), states)
@@ -77,22 +47,10 @@ def test_layers_lie_one_after_the_other() -> None:
     assert store.ssm(1).shape == store.conv(2).shape == (N_ROWS + 1, 0)
 
 
-def test_a_store_beyond_memory_is_refused() -> None:
-    with pytest.raises(AllocationError, match="for the state buffer") as caught:
-        NumpyStateStore(StateSpec(2**40, 1, SPEC.layers))
-    assert caught.value.n_bytes == (2**40 + 1) * 4 * WIDTH
-
-
 def test_a_system_that_does_not_say_what_it_has_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numpy_states, "check_available", lambda *_: None)
     with pytest.raises(AllocationError, match="for the state buffer"):
         NumpyStateStore(StateSpec(2**60, 1, SPEC.layers))
-
-
-def test_closing_twice_is_fine() -> None:
-    store = NumpyStateStore(SPEC)
-    store.close()
-    store.close()
 
 
 # -- the operations

@@ -9,19 +9,13 @@ from kvcellar.backends.ggml import store as ggml
 from kvcellar.backends.numpy import gguf as library
 from kvcellar.backends.numpy import store as convert
 from kvcellar.backends.numpy.store import NumpyStore
-from kvcellar.errors import AllocationError, LibraryError, OptionError
-from kvcellar.testing.conformance import KVStoreConformance, spec_name, store_specs, tolerance
+from kvcellar.errors import LibraryError, OptionError
+from kvcellar.testing.conformance import tolerance
 from kvcellar.testing.rotation import random_rows
 from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
 
 LAYERS = (LayerSpec(2, 64, 32), LayerSpec(1, 32, 64))
 KINDS = [kind for kind in KVType if kind not in convert.NOT_MADE]
-
-
-@pytest.mark.parametrize("spec", store_specs(KINDS), ids=spec_name)
-class TestNumpyStore(KVStoreConformance):
-    def open(self, spec: CacheSpec) -> NumpyStore:
-        return NumpyStore(spec)
 
 
 @pytest.mark.parametrize("flash_attn", [True, False])
@@ -48,24 +42,6 @@ def test_a_layer_whose_v_is_in_its_k_stores_no_v(kind: KVType, flash_attn: bool)
     np.testing.assert_array_equal(store.read(0, "k", cells), before)
     store.wipe(cells)
     assert not store.read_raw(0, "k", cells).any()
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (LayerSpec(1, 96, 64, v_offset=33), "v_offset=33: V of layer 1 is 64 of the 96 values"),
-        (LayerSpec(1, 96, 64, v_offset=-1), "v_offset=-1: V of layer 1"),
-        (LayerSpec(1, 96, 32, RopeSpec("normal", 64), v_offset=32), "behind the 64 that are"),
-    ],
-)
-def test_v_must_lie_in_what_is_kept_and_not_rotated(layer: LayerSpec, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        NumpyStore(CacheSpec(8, 1, (LAYERS[0], layer)))
-
-
-def test_v_in_k_has_no_type_of_its_own() -> None:
-    odd = LayerSpec(1, 96, 20, v_offset=7)
-    NumpyStore(CacheSpec(8, 1, (odd,), KVType.F16, KVType.Q8_0, flash_attn=False))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
@@ -99,24 +75,6 @@ def test_a_type_that_the_library_cannot_make_is_refused(option: str) -> None:
     kinds = {option: KVType.IQ4_NL}
     with pytest.raises(OptionError, match=f"{option}=iq4_nl"):
         NumpyStore(CacheSpec(8, 1, LAYERS, **kinds))  # type: ignore[arg-type]
-
-
-def test_quantised_v_cannot_lie_across() -> None:
-    with pytest.raises(OptionError, match="quantised V needs flash_attn=True"):
-        NumpyStore(CacheSpec(8, 1, LAYERS, type_v=KVType.Q8_0, flash_attn=False))
-
-
-def test_blocks_must_divide_a_head() -> None:
-    odd = (LayerSpec(2, 32, 32), LayerSpec(2, 48, 48))
-    with pytest.raises(OptionError, match="type_k=q8_0: heads of layer 1 have 48"):
-        NumpyStore(CacheSpec(8, 1, odd, type_k=KVType.Q8_0))
-
-
-def test_a_store_beyond_memory_is_refused_before_it_is_asked_for() -> None:
-    spec = CacheSpec(2**40, 1, LAYERS)
-    with pytest.raises(AllocationError, match="for the K/V buffer") as caught:
-        NumpyStore(spec)
-    assert caught.value.n_bytes == spec.n_bytes
 
 
 def test_without_the_library_plain_types_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.content import CellData, SequenceData
@@ -15,6 +15,7 @@ from kvcellar.snapshot.llama.layout import FileGeneration, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.types import Int32Array, MemorySpec
+from tests.profiles import examples
 from tests.snapshot.llama.shapes import (
     ARCH,
     N_VOCAB,
@@ -81,7 +82,7 @@ def assert_same_cells(got: CellData, wanted: CellData) -> None:
 
 
 @pytest.mark.parametrize(("name", "generation"), CASES)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(n=st.integers(1, 9), v_trans=st.booleans(), seed=st.integers(0, 99))
 def test_a_sequence(
     name: str, generation: FileGeneration, n: int, v_trans: bool, seed: int
@@ -93,7 +94,7 @@ def test_a_sequence(
 
 
 @pytest.mark.parametrize(("name", "generation"), CASES)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     n_shared=st.integers(0, 6),
     n_own=st.lists(st.integers(1, 6), min_size=1, max_size=3),

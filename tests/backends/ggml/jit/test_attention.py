@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.backends import memory
@@ -28,6 +28,7 @@ from kvcellar.errors import AllocationError, NotSupported
 from kvcellar.plan import CellLists
 from kvcellar.types import AnyArray, CacheSpec, Float32Array, KVType, LayerSpec
 from tests.backends.helpers import tensor_over
+from tests.profiles import examples
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: no kernel can be compiled")
 
@@ -147,7 +148,7 @@ def test_equals_attention_written_out(n_head_kv: int, group: int, d: int) -> Non
     lists=st.lists(st.sets(st.integers(0, 150), min_size=1).map(sorted), min_size=1, max_size=5),
     n_threads=st.integers(1, 8),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_any_lists_by_any_number_of_threads(lists: list[list[int]], n_threads: int) -> None:
     bench = Bench(lists, 2, 3, 32)
     np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
@@ -196,7 +197,7 @@ def test_a_damaged_sink_is_not_hidden(n: int) -> None:
     sinks=st.booleans(),
     n_threads=st.integers(1, 3),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_any_types_of_k_and_v(
     lists: list[list[int]],
     types: tuple[KVType, KVType],
@@ -285,6 +286,7 @@ def test_threads_change_no_bit() -> None:
         np.testing.assert_array_equal(bench.run(n_threads), once)
 
 
+@pytest.mark.alone
 def test_threads_at_the_same_time_change_no_bit() -> None:
     bench = Bench(ragged(600, 70, 300), 3, 3, 64)
     once = bench.run()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
@@ -21,6 +21,7 @@ from kvcellar.backends.ggml.jit.product_formats import FORMATS, LARGEST, RECORD,
 from kvcellar.types import AnyArray, Float32Array, KVType
 from tests.backends.ggml.jit.weights import random_rows
 from tests.backends.helpers import tensor_over
+from tests.profiles import examples
 
 REASON = why_no_products()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -115,7 +116,7 @@ def test_records_hold_what_the_formula_says() -> None:
 
 @compiled
 @given(x=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=VALUES, max_size=VALUES))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_value_comes_back_within_half_a_step(x: list[float]) -> None:
     given = np.array([x], np.float32)
     record = Bench("q4_0", 16, VALUES).quantise(given)[0]
@@ -179,7 +180,7 @@ def test_nothing_behind_the_weights_is_read(kind: str, n_out: int) -> None:
     n_blocks=st.integers(1, 6),
     n_threads=st.integers(1, 7),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_neither_threads_nor_company_change_a_token(
     kind: str, n: int, n_tiles: int, n_blocks: int, n_threads: int
 ) -> None:

@@ -1,7 +1,7 @@
-"""Faults that users of llama.cpp and its descendants reported; none may occur here.
+"""Cells of an attention cache in use: no slot, compaction, shifts, counts.
 
-Each test is named for its fault and cites the report; what concerns K and V bytes is tested with
-the stores.
+Users of llama.cpp and its descendants reported these faults; none may occur here. What concerns K
+and V bytes is in ``test_attention_rows.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.cache.helpers import arrange, layout, make, put, snapshot
 # -- no slot, context full
 
 
+@pytest.mark.report("llama.cpp#4185")
 def test_a_token_can_be_placed_while_a_cell_is_free_after_much_churn() -> None:
     """llama.cpp#4185: after hundreds of requests not even one token could be placed."""
     cache, _ = make(13)
@@ -43,6 +44,7 @@ def test_a_token_can_be_placed_while_a_cell_is_free_after_much_churn() -> None:
     cache.check()
 
 
+@pytest.mark.report("node-llama-cpp#190", "nobodywho#74")
 def test_a_full_cache_is_a_documented_error_and_old_tokens_can_go() -> None:
     """node-llama-cpp#190, nobodywho#74: an error at the limit, cured by a new context only."""
     cache, _ = make(6)
@@ -58,6 +60,7 @@ def test_a_full_cache_is_a_documented_error_and_old_tokens_can_go() -> None:
     assert cache.seq_pos_max(0) == 5
 
 
+@pytest.mark.report("gpustack#1442")
 def test_the_error_tells_how_much_room_there_is() -> None:
     """gpustack#1442: batches were halved 32, 16, …, 1, all in vain."""
     cache, _ = make(4)
@@ -67,6 +70,7 @@ def test_the_error_tells_how_much_room_there_is() -> None:
     assert (full.value.needed, full.value.free) == (32, 0)
 
 
+@pytest.mark.report("ollama#7949", "ollama#8092", "llama.cpp#10873")
 def test_fragmentation_never_keeps_a_batch_out() -> None:
     """ollama#7949, #8092, llama.cpp#10873: a fragmented cache refused batches that fit."""
     cache, _ = make(20)
@@ -78,6 +82,7 @@ def test_fragmentation_never_keeps_a_batch_out() -> None:
     assert layout(cache) == "01" * 10
 
 
+@pytest.mark.report("ollama#7949")
 def test_repeated_compaction_leaves_no_holes() -> None:
     """ollama#7949: a limit on moves left holes for good."""
     cache, _ = make(20)
@@ -91,6 +96,7 @@ def test_repeated_compaction_leaves_no_holes() -> None:
     assert layout(cache).startswith("0" * 10 + ".")
 
 
+@pytest.mark.report("llama.cpp#15445", "llama.cpp#18730")
 def test_a_shared_token_that_cannot_be_is_refused_when_it_is_placed() -> None:
     """llama.cpp#15445, #18730: ids above the limit and coupled tokens failed deep inside."""
     cache, _ = make(8, n_seq_max=4)
@@ -101,6 +107,7 @@ def test_a_shared_token_that_cannot_be_is_refused_when_it_is_placed() -> None:
         put(cache, [0, 1, 2], 1, start=1)
 
 
+@pytest.mark.report("llama.cpp#25566")
 def test_cells_of_finished_requests_come_back() -> None:
     """llama.cpp#25566: used grew with every request."""
     cache, _ = make(8)
@@ -110,6 +117,7 @@ def test_cells_of_finished_requests_come_back() -> None:
         assert cache.used == cache.token_count == 0
 
 
+@pytest.mark.report("llama.cpp#25452", "llama.cpp#17118")
 def test_a_failed_placement_leaves_tokens_and_cells_in_step() -> None:
     """llama.cpp#25452, #17118: the token list said one thing, the cells another."""
     cache, _ = make(6)
@@ -120,6 +128,7 @@ def test_a_failed_placement_leaves_tokens_and_cells_in_step() -> None:
     assert cache.seq_pos_max(0) == 3
 
 
+@pytest.mark.report("llama.cpp#12695", "llama.cpp#10873")
 def test_a_batch_is_placed_whole_or_not_at_all() -> None:
     """llama.cpp#12695, #10873: a failure in a later microbatch left the earlier ones behind."""
     cache, _ = make(6)
@@ -133,6 +142,7 @@ def test_a_batch_is_placed_whole_or_not_at_all() -> None:
 # -- defragmentation
 
 
+@pytest.mark.report("llama.cpp#12253", "llama.cpp#12259")
 def test_every_position_keeps_its_bytes_when_cells_move() -> None:
     """llama.cpp#12253, #12259: garbage, or a crash, after shift and defrag."""
     cache, store = make(16)
@@ -152,6 +162,7 @@ def test_every_position_keeps_its_bytes_when_cells_move() -> None:
     assert store.rotation[cells].tolist() == [0, 1, 2]
 
 
+@pytest.mark.report("llama.cpp#14059")
 def test_used_is_derived_from_the_cells() -> None:
     """llama.cpp#14059: a count kept apart was too large and the planner asserted."""
     cache, _ = make(8)
@@ -164,6 +175,7 @@ def test_used_is_derived_from_the_cells() -> None:
     assert len(moves.src) == sum(moves.dst < cache.used)
 
 
+@pytest.mark.report("llama.cpp#14189")
 def test_compaction_does_not_wait_for_a_shift() -> None:
     """llama.cpp#14189: defrag ran only if a shift was pending."""
     cache, store = make(8)
@@ -174,12 +186,14 @@ def test_compaction_does_not_wait_for_a_shift() -> None:
     assert store.rotations == 0
 
 
+@pytest.mark.report("llama.cpp#11707")
 def test_padding_does_not_count_as_holes() -> None:
     """llama.cpp#11707: ten tokens padded to 256 cells looked fragmented."""
     assert fragmentation(10, 10) == 0.0
     assert fragmentation(256, 256) == 0.0
 
 
+@pytest.mark.report("llama.cpp#3380", "llama.cpp#5735", "llama.cpp#6037")
 def test_holes_are_filled_from_the_tail_only() -> None:
     """llama.cpp#3380, #5735, #6037: early planners moved what lay well already."""
     moves = plan_moves(np.array([c == "#" for c in "#" * 5 + "." * 50 + "##"]))
@@ -189,6 +203,7 @@ def test_holes_are_filled_from_the_tail_only() -> None:
 # -- shifts
 
 
+@pytest.mark.report("llama.cpp#3825")
 def test_a_second_shift_adds_to_the_first() -> None:
     """llama.cpp#3825: the second shift overwrote the pending one."""
     cache, store = make(8)
@@ -201,6 +216,7 @@ def test_a_second_shift_adds_to_the_first() -> None:
     assert store.rotation[:4].tolist() == [5, 6, 7, 8]
 
 
+@pytest.mark.report("llama.cpp#8862", "llama.cpp#8498", "koboldcpp#2037", "ollama#9433")
 def test_a_cache_that_cannot_shift_says_so_at_once_and_once() -> None:
     """llama.cpp#8862, #8498, koboldcpp#2037, ollama#9433: aborts, or a warning a token, later."""
     cache, _ = make(8, can_shift=False)
@@ -212,6 +228,7 @@ def test_a_cache_that_cannot_shift_says_so_at_once_and_once() -> None:
     put(cache, 0, 1)
 
 
+@pytest.mark.report("llama.cpp#4097", "llama.cpp#6002")
 def test_many_small_shifts_equal_a_large_one() -> None:
     """llama.cpp#4097, #6002: coherence was lost after repeated shifts."""
     (one, one_store), (many, many_store) = make(8), make(8)
@@ -238,6 +255,7 @@ def test_div_records_new_minus_old() -> None:
 # -- corner cases of the verbs, counts, view
 
 
+@pytest.mark.report("llama.cpp#13660")
 def test_positions_are_filled_in_per_sequence() -> None:
     """llama.cpp#13660: automatic positions used the maximum over all sequences."""
     cache, _ = make(16)
@@ -246,6 +264,7 @@ def test_positions_are_filled_in_per_sequence() -> None:
     assert cache.seq_pos_max(0) == 0
 
 
+@pytest.mark.report("llama.cpp#25449")
 def test_positions_that_go_back_within_a_batch_are_refused() -> None:
     """llama.cpp#25449: a batch at positions 5, 4 was accepted."""
     cache, _ = make(8)
@@ -261,6 +280,7 @@ def test_positions_that_are_held_already_are_refused() -> None:
         put(cache, 0, 1, start=2)
 
 
+@pytest.mark.report("llama.cpp#4113")
 def test_what_a_token_may_read_does_not_depend_on_its_cell() -> None:
     """llama.cpp#4113: the completion depended on the cell index."""
     cache, _ = make(8)
@@ -272,6 +292,7 @@ def test_what_a_token_may_read_does_not_depend_on_its_cell() -> None:
     assert seen == [sorted(plan.cells[: i + 1]) for i in range(5)]
 
 
+@pytest.mark.report("llama.cpp#4170")
 def test_clear_resets_everything() -> None:
     """llama.cpp#4170 and later: clear forgot the used counter, or the pending shifts."""
     cache, store = make(8)
@@ -284,6 +305,7 @@ def test_clear_resets_everything() -> None:
     assert store.rotations == 0
 
 
+@pytest.mark.report("llama.cpp#4035", "qvac-fabric-llm.cpp#167")
 def test_shared_cells_are_counted_once_and_for_each_owner() -> None:
     """llama.cpp#4035, qvac-fabric-llm.cpp#167: no honest count, none for a sequence."""
     cache, _ = make(8)

@@ -1,6 +1,6 @@
-"""Faults that users of llama.cpp and its descendants reported of sliding windows.
+"""Sliding windows in use: placing, what positions say, going back.
 
-Each test is named for its fault and cites the report.
+Users of llama.cpp and its descendants reported these faults; none may occur here.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def contents(cache: SlidingCache, seq: int = 0) -> list[int]:
 # -- no slot
 
 
+@pytest.mark.report("ollama#10127")
 def test_expired_cells_are_used_again() -> None:
     """ollama#10127: two sequences, a window of 1024 and batches of 512 panicked."""
     cache = make(16, 8, n_seq_max=2)
@@ -52,6 +53,7 @@ def test_expired_cells_are_used_again() -> None:
     cache.check()
 
 
+@pytest.mark.report("llama.cpp#14097")
 def test_parallel_slots_with_long_prompts_are_placed() -> None:
     """llama.cpp#14097: Gemma 3 with parallel slots could not place batches."""
     cache = make(8, 4, n_seq_max=3)
@@ -66,6 +68,7 @@ def test_parallel_slots_with_long_prompts_are_placed() -> None:
     assert [cache.seq_pos_max(seq) for seq in (0, 1, 2)] == [79] * 3
 
 
+@pytest.mark.report("llama.cpp#25452")
 def test_churn_does_not_exhaust_the_cache_nor_part_text_and_cells() -> None:
     """llama.cpp#25452: after churn no slot was found, then it aborted with pos_min == -1."""
     duel = SlidingDuel(4, 3, budget=CheckpointBudget(2))
@@ -79,6 +82,7 @@ def test_churn_does_not_exhaust_the_cache_nor_part_text_and_cells() -> None:
         duel.check()
 
 
+@pytest.mark.report("llama.cpp#25452")
 def test_a_placement_that_fails_changes_neither_text_nor_cells() -> None:
     """llama.cpp#25452: a failed placement left the token list and the cells disagreeing."""
     cache = make(4, 2, n_seq_max=2)
@@ -92,6 +96,7 @@ def test_a_placement_that_fails_changes_neither_text_nor_cells() -> None:
 # -- what positions say
 
 
+@pytest.mark.report("llama.cpp#29045")
 def test_the_largest_position_is_right_after_a_cut_behind_the_window() -> None:
     """llama.cpp#29045: seq_pos_max was -1, and a batch without positions restarted at 0."""
     cache = make(16, 8, n_checkpoints=4)
@@ -105,6 +110,7 @@ def test_the_largest_position_is_right_after_a_cut_behind_the_window() -> None:
         assert [plan.micro.positions.tolist() for plan in placement.plans()] == [[20]]
 
 
+@pytest.mark.report("llama.cpp#19225")
 def test_the_whole_text_and_what_is_held_are_told_apart() -> None:
     """llama.cpp#19225: the smallest position of the window misled callers."""
     cache = make(4, 2)
@@ -118,6 +124,7 @@ def test_the_whole_text_and_what_is_held_are_told_apart() -> None:
 # -- going back
 
 
+@pytest.mark.report("llama.cpp#14157", "llama.cpp#14071")
 def test_the_last_token_can_always_be_decoded_again() -> None:
     """llama.cpp#14157, #14071: an identical prompt was computed again from 0."""
     for window in (1, 2, 3, 16):
@@ -133,6 +140,7 @@ def test_the_last_token_can_always_be_decoded_again() -> None:
             assert sorted(seen.tolist()) == [*range(100 - window, 100)]
 
 
+@pytest.mark.report("llama.cpp#14113", "llama.cpp#15082")
 def test_a_deeper_edit_goes_back_to_a_checkpoint() -> None:
     """llama.cpp#14113, #15082: reusing a prefix no longer worked."""
     cache = make(8, 4, n_checkpoints=8)
@@ -142,6 +150,9 @@ def test_a_deeper_edit_goes_back_to_a_checkpoint() -> None:
     assert contents(cache) == [*range(32, 40)]
 
 
+@pytest.mark.report(
+    "llama.cpp#14625", "llama.cpp#21831", "llama.cpp#22746", "llama.cpp#24055", "llama.cpp#23589"
+)
 def test_an_edit_of_history_costs_what_follows_the_last_checkpoint() -> None:
     """llama.cpp#14625, #21831, #22746, #24055, #23589: any edit cost the whole prompt."""
     cache = make(8, 4, n_checkpoints=8)
@@ -155,6 +166,7 @@ def test_an_edit_of_history_costs_what_follows_the_last_checkpoint() -> None:
     assert cache.checkpoints(0) == (20, 50, 99)
 
 
+@pytest.mark.report("llama.cpp#21468")
 def test_a_cache_of_full_size_is_not_judged_by_the_window() -> None:
     """llama.cpp#21468: with swa_full, a divergence far back still cost the whole prompt."""
     full = sliding_spec(64, 8, 1)
@@ -169,6 +181,7 @@ def test_a_cache_of_full_size_is_not_judged_by_the_window() -> None:
         assert cache.seq_positions(0).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.report("llama.cpp#21510")
 def test_a_checkpoint_that_starts_at_0_is_accepted() -> None:
     """llama.cpp#21510: a checkpoint [0, 961] was refused."""
     cache = make(16, 4, n_checkpoints=1)
@@ -178,6 +191,7 @@ def test_a_checkpoint_that_starts_at_0_is_accepted() -> None:
     assert contents(cache) == [*range(7)]
 
 
+@pytest.mark.report("llama.cpp#18497", "koboldcpp#2469")
 def test_an_insertion_in_the_middle_is_refused_aloud() -> None:
     """llama.cpp#18497, koboldcpp#2469: reuse by shifting was silently useless."""
     cache = make(8, 4)
@@ -189,6 +203,7 @@ def test_an_insertion_in_the_middle_is_refused_aloud() -> None:
     assert snapshot(cache) == before
 
 
+@pytest.mark.report("llama.cpp#18497")
 def test_a_context_shift_works_whatever_has_slid() -> None:
     """llama.cpp#18497: positions can move, if the window moves with them."""
     cache = make(8, 4)
@@ -201,6 +216,7 @@ def test_a_context_shift_works_whatever_has_slid() -> None:
     cache.check()
 
 
+@pytest.mark.report("llama.cpp#23720")
 def test_checkpoints_hold_the_last_window_only() -> None:
     """llama.cpp#23720: they held masked cells too, and going back failed in a shared cache."""
     cache = make(4, 4, n_seq_max=2, n_checkpoints=8, n_extra=40)
@@ -213,6 +229,7 @@ def test_checkpoints_hold_the_last_window_only() -> None:
     assert contents(cache, 1)[-4:] == [1006, 1007, 1008, 1009]
 
 
+@pytest.mark.report("llama.cpp#18552")
 def test_going_back_twice_gives_the_same() -> None:
     """llama.cpp#18552: after a partial restore the same tokens gave other results."""
     cache = make(8, 4, n_checkpoints=4)
@@ -230,6 +247,7 @@ def test_going_back_twice_gives_the_same() -> None:
     assert found == [[*range(23, 31)], [*range(22, 30)]] * 3
 
 
+@pytest.mark.report("llama.cpp#28873")
 def test_a_cache_with_nothing_partial_keeps_no_checkpoint() -> None:
     """llama.cpp#28873: 400 to 900 MB a checkpoint where there was nothing to go back for."""
     spec = sliding_spec(16, 4, 1)
@@ -239,6 +257,7 @@ def test_a_cache_with_nothing_partial_keeps_no_checkpoint() -> None:
     assert cache.rewind(0, 3) == 3
 
 
+@pytest.mark.report("koboldcpp#2151", "koboldcpp#2158")
 def test_a_prefix_whose_window_slid_out_is_not_usable() -> None:
     """koboldcpp#2151, #2158: a new session reused a corrupt prefix of 16 tokens."""
     cache = make(8, 4, n_checkpoints=4)

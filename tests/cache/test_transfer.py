@@ -1,11 +1,12 @@
-"""Caches of several parts: all parts get their share or none does, whatever fails and whenever."""
+"""Sequences exported and imported: all parts get their share or none does, whatever fails."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.batch import Batch
@@ -13,6 +14,8 @@ from kvcellar.cache import AttentionCache
 from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import (
     AllocationError,
@@ -24,9 +27,12 @@ from kvcellar.errors import (
     SnapshotMismatch,
 )
 from kvcellar.testing.stores import SignatureStore
-from tests.cache.porting_helpers import (
+from kvcellar.types import MAX_POSITION
+from tests.cache.kinds import (
+    KINDS,
     N_SEQ,
     SPOILT,
+    cache_of,
     check_texts,
     everything,
     failing_of,
@@ -39,8 +45,9 @@ from tests.cache.porting_helpers import (
     text_of,
     texts_to_come,
 )
+from tests.profiles import examples
 
-KINDS = ["fw", "fs", "fws", "ws"]
+NOT_FULL = [kinds for kinds in KINDS if kinds != "f"]  # what cannot be cut wherever one likes
 SEQS = st.integers(0, N_SEQ - 1)
 OPS = st.one_of(
     st.tuples(st.just("put"), SEQS, st.integers(1, 5)),
@@ -48,32 +55,35 @@ OPS = st.one_of(
     st.tuples(st.just("seq_cp"), SEQS, SEQS),
     st.tuples(st.just("rewind"), SEQS, st.integers(0, 6)),
     st.tuples(st.just("seq_rm"), SEQS),
-    st.tuples(st.just("seq_add"), SEQS, st.just(-1), st.just(-1), st.integers(0, 2)),
-    st.tuples(st.just("defrag")),
+    st.tuples(st.just("seq_add"), SEQS, st.just(-1), st.just(-1), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["defrag", "checkpoint"]), SEQS),
 )
 HISTORY = st.lists(OPS, min_size=2, max_size=8)
 
 
-def run(cache: HybridCache, ops: Sequence[tuple[object, ...]]) -> None:
+def run(cache: Cache, ops: Sequence[tuple[object, ...]]) -> None:
     """Give a cache a history."""
     for name, *args in ops:
         numbers = [int(str(arg)) for arg in args]
         if name == "put":
             if cache.used + 5 < cache.spec.size:
                 put(cache, *numbers)
+        elif name == "defrag":
+            cache.defrag()
         else:
             getattr(cache, str(name))(*numbers)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(280)
 @given(
-    st.sampled_from(KINDS),
+    st.sampled_from(["s"] * 3 + list(KINDS)),
     HISTORY,
     HISTORY,
     st.lists(SEQS, unique=True, min_size=1, max_size=3),
     st.permutations(range(N_SEQ)),
-    st.sampled_from([-1, -1, 3, 5]),
+    st.sampled_from([-1] * 4 + [2, 3, 4, 5]),
     st.sampled_from([0, 0, 2, -1]),
+    st.sampled_from([6, 30]),
 )
 def test_all_parts_know_the_same_texts_or_nothing_has_changed(
     kinds: str,
@@ -83,9 +93,10 @@ def test_all_parts_know_the_same_texts_or_nothing_has_changed(
     goals: list[int],
     p1: int,
     shift: int,
+    n_kept: int,
 ) -> None:
-    source = hybrid(kinds)
-    target = hybrid(kinds, like=source if "s" in kinds else None)
+    source = cache_of(kinds)
+    target = cache_of(kinds, n_kept, like=source)
     run(source, history)
     run(target, other_history)
     goals = goals[: len(seq_ids)]
@@ -95,6 +106,7 @@ def test_all_parts_know_the_same_texts_or_nothing_has_changed(
         content = state_get(source, seq_ids, -1, p1)
     except NotSupported:
         assert p1 >= 0
+        assert kinds != "s" or any(_is_cut(source, seq, p1) for seq in seq_ids)
         return
     finally:
         assert everything(source) == before
@@ -112,16 +124,68 @@ def test_all_parts_know_the_same_texts_or_nothing_has_changed(
     check_texts(target, texts)
     target.update()
     check_texts(target, texts)
+    if isinstance(source, RecurrentCache) and isinstance(target, RecurrentCache):
+        _check_sharing(source, target, moves, p1)
+        _check_going_back(source, target, moves, p1, shift, n_kept > 6)
     for seq in range(N_SEQ):
-        if target.n_free():
-            put(target, seq, 1)
+        if n_free := target.n_free():
+            put(target, seq, min(n_free, 2))
     target.check()
 
 
-@pytest.mark.parametrize("kinds", ["fws", "ws", "fw"])
+def _is_cut(cache: Cache, seq: int, p1: int) -> bool:
+    """Whether a state would have to forget tokens, and no checkpoint of it ends there."""
+    assert isinstance(cache, RecurrentCache)
+    return cache.seq_pos_max(seq) >= p1 and p1 - 1 not in cache.checkpoints(seq)
+
+
+def _check_sharing(
+    source: RecurrentCache, target: RecurrentCache, moves: dict[int, int], p1: int
+) -> None:
+    """Sequences that shared a state share one, and no others do."""
+    if p1 >= 0:
+        return  # going back may make them share what they did not share at their ends
+    old, new = source.states.rows(), target.states.rows()
+    for a, b in itertools.combinations(moves, 2):
+        assert (old[moves[a]] == old[moves[b]]) == (new[a] == new[b])
+
+
+def _check_going_back(
+    source: RecurrentCache,
+    target: RecurrentCache,
+    moves: dict[int, int],
+    p1: int,
+    shift: int,
+    all_fit: bool,
+) -> None:
+    """The target can go back to what the source can, as far as its budget goes."""
+    for goal, seq in moves.items():
+        back = {
+            end + shift: [(token, at + shift) for token, at in text]
+            for end, text in _going_back(source, seq).items()
+            if p1 < 0 or end < p1
+        }
+        mine = _going_back(target, goal)
+        assert mine.items() <= back.items()
+        assert not all_fit or mine == back
+
+
+def _going_back(cache: RecurrentCache, seq: int) -> dict[int, list[tuple[int, int]]]:
+    """What is left of a sequence after going back to each of its checkpoints."""
+    left = {}
+    for end in cache.checkpoints(seq):
+        with cache.transaction() as attempt:
+            assert cache.rewind(seq, end + 1) == end + 1
+            left[end] = text_of(cache, seq)
+            check_texts(cache, {seq: left[end]})
+            attempt.rollback()
+    return left
+
+
+@pytest.mark.parametrize("kinds", ["fws", "ws", "fw", "w"])
 def test_going_back_after_a_load_gives_what_it_gave_before(kinds: str) -> None:
-    source = hybrid(kinds, size=40)
-    target = hybrid(kinds, like=source if "s" in kinds else None, size=40)
+    source = cache_of(kinds, size=40)
+    target = cache_of(kinds, like=source, size=40)
     for n in (5, 7, 4):
         put(source, 0, n)
     text = text_of(source, 0)
@@ -140,10 +204,10 @@ def test_going_back_after_a_load_gives_what_it_gave_before(kinds: str) -> None:
 # -- failures
 
 
-def prepared(kinds: str) -> tuple[HybridCache, SequenceData]:
+def prepared(kinds: str) -> tuple[Cache, SequenceData]:
     """A cache that is in use, whose cells are scattered, and a content that fits into it."""
-    source = hybrid(kinds)
-    target = hybrid(kinds, like=source if "s" in kinds else None, size=40)
+    source = cache_of(kinds)
+    target = cache_of(kinds, like=source, size=40)
     put(source, 0, 4)
     source.seq_cp(0, 1)
     put(source, 0, 5)
@@ -170,7 +234,9 @@ def assert_usable(cache: Cache) -> None:
 
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), AllocationError("rows", 1)])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), KeyboardInterrupt(), AllocationError("rows", 1), CacheError("no")]
+)
 def test_a_store_that_fails_half_way_leaves_every_part_as_it_was(
     kinds: str, after: int, error: BaseException
 ) -> None:
@@ -213,7 +279,8 @@ def test_an_open_transaction_survives_a_load_that_fails_and_takes_back_one_that_
         assert everything(target) == inside
         state_set(target, content, [0, 1])
         taken = state_get(target, [1, 0])
-        state_set(target, state_get(target, [0]), [2])
+        state_set(target, state_get(target, [0]), [2], shift=2)
+        check_texts(target, {2: [(token, at + 2) for token, at in text_of(target, 0)]})
         assert taken.span(1) == content.span(0)
         attempt.rollback()
     assert everything(target) == before
@@ -272,10 +339,10 @@ def test_a_full_window_in_a_hybrid_takes_pieces_and_refuses_what_slid() -> None:
     check_texts(target, {2: text_of(target, 1)})
 
 
-@pytest.mark.parametrize("kinds", ["fw", "fws"])
+@pytest.mark.parametrize("kinds", ["fw", "fws", "f", "w", "s"])
 def test_what_the_user_interrupts_is_retried(kinds: str) -> None:
     target, content = prepared(kinds)
-    failing = failing_of(target, 1)
+    failing = failing_of(target, int(len(kinds) > 1))
     failing.after, failing.error = 0, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         state_set(target, content, [0, 1])
@@ -285,13 +352,13 @@ def test_what_the_user_interrupts_is_retried(kinds: str) -> None:
     assert [at for _, at in text_of(target, 0)] == list(range(9))
     if "s" in kinds:
         assert states_of(target).broken is None
-    with pytest.raises(KVCellarError, match="not empty"):
+    with pytest.raises(KVCellarError, match=r"not empty|load it behind"):
         state_set(target, content, [0, 1])
 
 
-@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("kinds", NOT_FULL)
 def test_what_was_known_earlier_is_taken_within_a_transaction_too(kinds: str) -> None:
-    cache = hybrid(kinds, size=40)
+    cache = cache_of(kinds, size=40)
     put(cache, 0, 5)
     cache.seq_cp(0, 1)
     put(cache, 0, 4)
@@ -313,15 +380,72 @@ def test_what_was_known_earlier_is_taken_within_a_transaction_too(kinds: str) ->
 
 @pytest.mark.parametrize("kinds", KINDS)
 def test_nothing_is_taken_or_put_in_while_a_batch_is_decoded(kinds: str) -> None:
-    cache = hybrid(kinds)
+    cache = cache_of(kinds)
     put(cache, 0, 5)
     content, before = state_get(cache, [0]), everything(cache)
     with cache.place(Batch.of([1, 2], 1), 4) as placement:
+        during = tables(cache)
         for p1 in (-1, 3):
             with pytest.raises(CacheError, match="being decoded"):
                 state_get(cache, [0], -1, p1)
         with pytest.raises(CacheError, match="being decoded"):
             state_set(cache, content, [2])
         assert cache.is_decoding
+        assert tables(cache) == during
         placement.release()
+    assert everything(cache) == before
+
+
+def tables(cache: Cache) -> list[bytes]:
+    """The cells of all parts, which a check would refuse while a batch is decoded."""
+    groups = [part for part in cache.parts if isinstance(part, AttentionCache)]
+    return [array.tobytes() for part in groups for array in part.table.save().arrays]
+
+
+# -- what is neither plain nor empty
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_sequence_that_is_empty_there_stays_as_it_is_here(kinds: str) -> None:
+    source = cache_of(kinds)
+    target = cache_of(kinds, like=source)
+    for cache in (source, target):
+        put(cache, 0, 4)
+        cache.seq_cp(0, 1)
+        put(cache, 0, 8)
+        put(cache, 1, 1)
+    text, ends = text_of(target, 0), checkpoints(target, 0)
+    target.seq_rm(1, -1, -1)
+    state_set(target, state_get(source, [3, 1]), [0, 1])
+    assert checkpoints(target, 0) == ends
+    check_texts(target, {0: text, 1: text_of(source, 1)})
+
+
+def checkpoints(cache: Cache, seq: int) -> list[tuple[int, ...]]:
+    """Where the parts of a cache can go back to."""
+    parts = [one for one in cache.parts if isinstance(one, SlidingCache | RecurrentCache)]
+    return [part.checkpoints(seq) for part in parts]
+
+
+@pytest.mark.parametrize("kinds", NOT_FULL)
+def test_neither_a_window_nor_a_state_can_be_cut_or_added_to(kinds: str) -> None:
+    cache = cache_of(kinds, size=40)
+    put(cache, 0, 4)
+    cache.seq_cp(0, 1)
+    put(cache, 0, 12)
+    put(cache, 1, 1)
+    before = everything(cache)
+    with pytest.raises(NotSupported, match=r"up to 6: no state or window is kept .* ends at 4"):
+        state_get(cache, [0], -1, 6)
+    assert everything(cache) == before
+    whole, piece = state_get(cache, [0]), state_get(cache, [0], 4)
+    assert everything(cache) == before
+    with pytest.raises(NotSupported, match="begins at position 4"):
+        state_set(cache, piece, [2])
+    with pytest.raises(NotSupported, match="sequence 1 is not empty"):
+        state_set(cache, whole, [1], shift=20)
+    with pytest.raises(PositionError, match="below 0"):
+        state_set(cache, whole, [2], shift=-1)
+    with pytest.raises(PositionError, match="largest"):
+        state_set(cache, whole, [2], shift=MAX_POSITION - 15)
     assert everything(cache) == before

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.base import Cache
@@ -15,7 +15,7 @@ from kvcellar.cache.content import CellData, SequenceData, join, n_kept
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import OptionError, SnapshotFileError
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     WINDOW,
     check_texts,
     full,
@@ -25,6 +25,7 @@ from tests.cache.porting_helpers import (
     sliding,
     text_of,
 )
+from tests.profiles import examples
 
 Make = Callable[["Cache | None"], Cache]
 
@@ -49,7 +50,7 @@ CACHES: dict[str, tuple[Make, tuple[int, ...]]] = {
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.sampled_from(sorted(CACHES)), LENGTHS, st.booleans(), st.sampled_from([0, 2]), st.booleans()
 )

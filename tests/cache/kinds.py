@@ -1,4 +1,7 @@
-"""Caches whose rows tell what they are and whose stores fail on demand, for tests of porting."""
+"""Caches of every kind, whose rows tell what they are and whose stores fail on demand.
+
+A kind is named by its parts: ``f``ull, ``w``indow that slides, ``s``tates.
+"""
 
 from __future__ import annotations
 
@@ -118,13 +121,26 @@ def states_of(cache: Cache) -> FailingStates:
 
 
 def hybrid(kinds: str, n_kept: int = 6, like: Cache | None = None, size: int = 24) -> HybridCache:
-    """A cache of parts: ``f``ull, ``w``indow that slides, ``s``tates."""
+    """A cache of these parts."""
     groups: list[AttentionCache] = []
     if "f" in kinds:
         groups.append(full(size))
     if "w" in kinds:
         groups.append(sliding(WINDOW, n_kept))
     return HybridCache(groups, recurrent(n_kept, like=like) if "s" in kinds else None)
+
+
+KINDS = ("f", "w", "s", "fw", "fs", "fws", "ws")
+
+
+def cache_of(kinds: str, n_kept: int = 6, like: Cache | None = None, size: int = 24) -> Cache:
+    """A cache of one part, or of several; with the states of another, whose texts it knows too."""
+    like = like if "s" in kinds else None
+    if kinds == "f":
+        return full(size)
+    if kinds == "w":
+        return sliding(WINDOW, n_kept)
+    return recurrent(n_kept, like=like) if kinds == "s" else hybrid(kinds, n_kept, like, size)
 
 
 def failing_of(cache: Cache, part: int) -> Failing:

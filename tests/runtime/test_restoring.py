@@ -1,4 +1,4 @@
-"""Faults of others in saving and restoring that must not occur here.
+"""Saving and restoring: faults that were reported of others and must not occur here.
 
 The rows of section B7 of the reference data's ``reports.md`` that can be written as operations of
 sequences, contexts and a cache of prompts. Left for a server, because there are no slots yet:
@@ -38,6 +38,7 @@ def context(request: pytest.FixtureRequest, shared: Path) -> Iterator[Context]:
         yield made
 
 
+@pytest.mark.report("llama.cpp#9173", "llama.cpp#14434")
 def test_an_empty_sequence_is_saved_and_loaded(context: Context, tmp_path: Path) -> None:
     """#9173, #14434: zero cells are valid, and what is loaded can be used."""
     other = context.sequence(TOKENS)
@@ -56,6 +57,7 @@ def test_nothing_at_all_is_saved_and_loaded(context: Context, tmp_path: Path) ->
     assert (context.sequences, context.cache.used) == ((), 0)
 
 
+@pytest.mark.report("llama.cpp#9173")
 @pytest.mark.parametrize("content", [None, b"", b"ggsq nonsense", b"\x08" + b"\0" * 7 + b"{}"])
 def test_a_missing_or_broken_file_leaves_the_target_as_it_was(
     context: Context, tmp_path: Path, content: bytes | None
@@ -71,6 +73,7 @@ def test_a_missing_or_broken_file_leaves_the_target_as_it_was(
     assert nmse(sequence.append([3]).logits, fresh(context, [*TOKENS, 3])) < SAME
 
 
+@pytest.mark.report("llama.cpp#26777", "llama.cpp#25521")
 @pytest.mark.parametrize("arch", ["deepseek2-moe", "llama-dense", "jamba-dense"])
 def test_restoring_one_sequence_touches_no_other(shared: Path, tmp_path: Path, arch: str) -> None:
     """#26777, #25521: it cleared the compressed K of all."""
@@ -93,6 +96,7 @@ def test_restoring_one_sequence_touches_no_other(shared: Path, tmp_path: Path, a
             sequence.close()
 
 
+@pytest.mark.report("llama.cpp#26676", "llama.cpp#28194", "llama.cpp#26004", "ik_llama.cpp#2284")
 @pytest.mark.parametrize("arch", [*KINDS, "deepseek2-moe", "gpt-oss-moe"])
 def test_after_a_restart_all_that_was_saved_is_reused(
     shared: Path, tmp_path: Path, arch: str
@@ -123,6 +127,7 @@ def test_a_loaded_file_is_not_computed_again(shared: Path, tmp_path: Path, arch:
         assert (context.timings.prefill_tokens, context.timings.decode_tokens) == (0, 1)
 
 
+@pytest.mark.report("koboldcpp#2282")
 def test_two_models_save_both_into_one_store(shared: Path, tmp_path: Path) -> None:
     """koboldcpp#2282: with a draft model beside the target, one lost its context."""
     for n_expected in (0, 64):
@@ -139,6 +144,7 @@ def test_two_models_save_both_into_one_store(shared: Path, tmp_path: Path) -> No
         store.close()
 
 
+@pytest.mark.report("ik_llama.cpp#2212")
 def test_without_v_it_does_not_matter_how_v_lies(shared: Path, tmp_path: Path) -> None:
     """ik_llama.cpp#2212: a flag was compared that meant nothing."""
     prompts = PromptCache(MemoryStore(), block_size=BLOCK)
@@ -155,6 +161,7 @@ def test_without_v_it_does_not_matter_how_v_lies(shared: Path, tmp_path: Path) -
         assert nmse(logits, sequence.logits) < SAME
 
 
+@pytest.mark.report("llama.cpp#4005")
 def test_loading_an_empty_state_resets(context: Context, tmp_path: Path) -> None:
     """#4005: what had been put in between was still there."""
     sequence = context.sequence()
@@ -166,6 +173,7 @@ def test_loading_an_empty_state_resets(context: Context, tmp_path: Path) -> None
     assert nmse(sequence.logits, fresh(context, text(2, 30))) < SAME
 
 
+@pytest.mark.report("llama.cpp#27148")
 def test_restored_not_found_and_failed_are_told_apart(context: Context) -> None:
     """#27148: "no match" counted as success, and another user's text was answered."""
     store = FailingStore()
@@ -183,6 +191,7 @@ def test_restored_not_found_and_failed_are_told_apart(context: Context) -> None:
     assert (len(sequence), context.cache.used) == (0, 0)
 
 
+@pytest.mark.report("llama.cpp#27148")
 def test_a_sequence_that_is_used_again_keeps_nothing(context: Context) -> None:
     """#27148: as a slot that somebody else gets."""
     prompts = PromptCache(MemoryStore(), block_size=BLOCK)
@@ -194,6 +203,7 @@ def test_a_sequence_that_is_used_again_keeps_nothing(context: Context) -> None:
         sequence.close()
 
 
+@pytest.mark.report("llama.cpp#22083")
 def test_prompts_that_take_turns_in_one_sequence_are_each_computed_once(context: Context) -> None:
     """#22083: a header in common sent them all to one slot, where each drove out the last."""
     prompts, header = PromptCache(MemoryStore(), block_size=BLOCK), text(6, 20)
@@ -205,6 +215,7 @@ def test_prompts_that_take_turns_in_one_sequence_are_each_computed_once(context:
     assert reused == [0, 16, 64, 64, 64]
 
 
+@pytest.mark.report("llama.cpp#12160")
 def test_what_was_behind_a_removal_is_used_again(shared: Path) -> None:
     """#12160: of abcdefghj only d, g and what the prompt lacks may go; abefhj is left."""
     a, b, c, d, e, f, g, h, j = range(1, 10)
@@ -229,6 +240,7 @@ def test_what_was_behind_a_removal_is_used_again(shared: Path) -> None:
         assert by_edits.inexact_from == 2
 
 
+@pytest.mark.report("llama.cpp#12160")
 def test_what_was_moved_is_never_found_as_if_it_were_computed(llama: Context) -> None:
     """#12160 again: reuse behind a removal is an approximation, and stays in its sequence."""
     prompts = PromptCache(MemoryStore(), block_size=BLOCK)
@@ -237,6 +249,7 @@ def test_what_was_moved_is_never_found_as_if_it_were_computed(llama: Context) ->
     assert n_reused(prompts, llama, sequence.tokens) == 16
 
 
+@pytest.mark.report("llama.cpp#8359", "llama.cpp#9238")
 @pytest.mark.parametrize("arch", ["llama-dense", "jamba-dense"])
 def test_a_prompt_as_long_as_the_context_is_refused_not_cut(shared: Path, arch: str) -> None:
     """#8359, #9238: it was halved, so that no beginning was left in common with anything."""
@@ -254,6 +267,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_not_cut(shared: Path, arch: 
         assert n_reused(prompts, context, whole[:64]) == 48
 
 
+@pytest.mark.report("ollama#18264", "llama.cpp#18072")
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_budget_in_bytes_is_kept(context: Context, tmp_path: Path, kind: str) -> None:
     """ollama#18264, #18072: it grew to 8 GiB unseen."""
@@ -271,6 +285,7 @@ def test_a_budget_in_bytes_is_kept(context: Context, tmp_path: Path, kind: str) 
     store.close()
 
 
+@pytest.mark.report("ATLAS#87")
 def test_a_session_has_a_salt(context: Context) -> None:
     """ATLAS#87: what another session had said was there."""
     store = MemoryStore()

@@ -1,7 +1,7 @@
-"""Cells taken out of a cache of any history, and put into another: a naive oracle says what comes.
+"""Cells exported from a cache of any history and imported into another: an oracle says which.
 
-Two caches run beside their oracles. What one gives the other is taken out of the oracle's list of
-cells with loops; after that everything is compared, every byte of every cell included.
+Two caches run beside their oracles. What is exported is taken out of the oracle's list of cells
+with loops; after an import everything is compared, every byte of every cell included.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.transfer import state_get, state_set
@@ -34,7 +32,7 @@ from kvcellar.testing.naive import NaiveCache, NaiveCell
 from kvcellar.testing.signs import Setup
 from kvcellar.testing.stores import SignatureStore
 from kvcellar.types import MAX_POSITION, KVType
-from tests.cache.porting_helpers import (
+from tests.cache.kinds import (
     check_texts,
     everything,
     full,
@@ -44,6 +42,7 @@ from tests.cache.porting_helpers import (
     text_of,
 )
 from tests.cache.stores import MAKERS, SETUPS, Signed, signed
+from tests.profiles import examples
 
 SETUP = Setup(layers=(signed_layer(),) * 2, type_k=KVType.F32, type_v=KVType.F32)
 SUBSETS = st.lists(SEQ_IDS, unique=True, min_size=1, max_size=4)
@@ -114,7 +113,7 @@ def give(naive: NaiveCache, taken: Sequence[Taken], seq_ids: Sequence[int], shif
         )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(OPS, max_size=8),
     st.lists(OPS, max_size=6),
@@ -274,37 +273,6 @@ def test_what_is_asked_for_has_to_make_sense() -> None:
     with pytest.raises(SnapshotMismatch, match="groups of K and V"):
         state_set(cache, SequenceData(1, ()), [1])
     assert everything(cache) == before
-
-
-def test_nothing_is_taken_or_put_in_while_a_batch_is_decoded() -> None:
-    cache = full()
-    put(cache, 0, 3)
-    content = state_get(cache, [0])
-    before = everything(cache)
-    with cache.place(Batch.of([1, 2], 1), 4) as placement:
-        during = cache.table.save().arrays
-        with pytest.raises(CacheError, match="being decoded"):
-            state_get(cache, [0])
-        with pytest.raises(CacheError, match="being decoded"):
-            state_set(cache, content, [2])
-        for was, now in zip(during, cache.table.save().arrays, strict=True):
-            np.testing.assert_array_equal(was, now)
-        placement.release()
-    assert everything(cache)[1:] == before[1:]
-
-
-def test_within_a_transaction_what_was_put_in_is_taken_back() -> None:
-    cache = full()
-    put(cache, 0, 3)
-    before = everything(cache)
-    with cache.transaction() as attempt:
-        put(cache, 0, 2)
-        content = state_get(cache, [0])
-        state_set(cache, content, [1], shift=2)
-        assert cache.seq_positions(1).tolist() == [2, 3, 4, 5, 6]
-        attempt.rollback()
-    assert everything(cache) == before
-    put(cache, 2, 4)  # rows that were put in are wiped before attention looks at them
 
 
 def test_pieces_of_a_text_follow_each_other_into_a_plain_cache() -> None:

@@ -1,8 +1,10 @@
-"""Forward passes made by hand, run by the ggml backend over memory of any shape."""
+"""Forward passes made by hand, run by either backend; ggml's over memory of any shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,10 @@ from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import to_rows
+from kvcellar.backends.numpy import store as numpy
+from kvcellar.backends.numpy.ops import NumpyExecutor
+from kvcellar.backends.numpy.states import NumpyStateStore
+from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.backends.operations import Ops
 from kvcellar.batch import MicroBatch
 from kvcellar.plan import CellPlan, Plan, StatePlan
@@ -20,7 +26,7 @@ from kvcellar.types import AnyArray, Float32Array, KVType, MemorySpec
 NO_MEMORY = MemorySpec((), None, ())
 _BYTES = 2**24
 
-Pass = Callable[[Ops[int], int], int]
+Pass = Callable[[Ops[Any], Any], Any]
 """From the ops and the input ``[n, n_embd]`` to the output ``[n, m]``."""
 
 
@@ -70,6 +76,51 @@ class Bench:
             self.memory.states.close()
         self.backend.api.ggml_free(self._context)
         self.backend.close()
+
+
+@dataclass(frozen=True)
+class NumpyMemory:
+    """The stores that NumPy computes over."""
+
+    groups: list[NumpyStore]
+    states: NumpyStateStore | None
+
+
+class NumpyBench:
+    """The same on the NumPy backend; a tensor is its array."""
+
+    def __init__(self, spec: MemorySpec = NO_MEMORY) -> None:
+        states = None if spec.states is None else NumpyStateStore(spec.states)
+        self.memory = NumpyMemory([NumpyStore(group) for group in spec.groups], states)
+        self._spec = spec
+
+    def weight(self, values: npt.ArrayLike, kind: KVType = KVType.F32) -> Float32Array:
+        """An array of these values as that type stores them."""
+        array = np.asarray(values, np.float32)
+        rows = numpy.to_rows(array.reshape(-1, array.shape[-1]), kind)
+        return numpy.from_rows(rows, kind).reshape(array.shape)
+
+    def executor(self, forward: Pass) -> NumpyExecutor:
+        """What runs a pass over plans of embeddings."""
+        nothing, memory = np.empty((0, 0), np.float32), self.memory
+
+        def over_embeddings(ops: Ops[Float32Array]) -> Float32Array:
+            out: Float32Array = forward(ops, ops.embed(nothing))
+            return ops.outputs(out)
+
+        return NumpyExecutor(self._spec, memory.groups, over_embeddings, memory.states)
+
+    def run(self, forward: Pass, plan: Plan | npt.ArrayLike) -> Float32Array:
+        """A pass over one plan, or over embeddings alone."""
+        given = plan if isinstance(plan, Plan) else plan_of(plan)
+        return np.array(self.executor(forward).run(given))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+AnyBench: TypeAlias = Bench | NumpyBench
+OpenBench: TypeAlias = Callable[..., AnyBench]
 
 
 def plan_of(

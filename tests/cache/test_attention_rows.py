@@ -1,7 +1,7 @@
-"""Reported faults that concern K and V bytes; none may occur here.
+"""K and V rows of an attention cache in use: compaction, shifts, rollback, over every backend.
 
-Each test is named for its fault and cites the report; those about cells alone are in
-``test_reports.py``. All run over every backend with real bytes.
+Users of llama.cpp and its descendants reported these faults; none may occur here. Those about cells
+alone are in ``test_attention_cells.py``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def error_of_keys(it: Signed) -> float:
 # -- compaction
 
 
+@pytest.mark.report("llama.cpp#12253")
 @EVERYWHERE
 def test_compaction_between_two_growing_sequences_changes_no_row(setup: Setup) -> None:
     """llama.cpp#12253: with q8_0 K and V all output was garbage after the first defrag."""
@@ -68,6 +69,7 @@ def test_compaction_between_two_growing_sequences_changes_no_row(setup: Setup) -
         assert it.cache.cell_max() == it.cache.used == 16
 
 
+@pytest.mark.report("llama.cpp#12259")
 @pytest.mark.parametrize("setup", [*SETUPS, pytest.param(FOUR_BITS, id="ggml-q4_0")])
 def test_a_context_shift_followed_by_compaction_keeps_every_row(setup: Setup) -> None:
     """llama.cpp#12259: a crash with q4_0 K and V, n_ctx 2048; with 1024 or 2056 there was none."""
@@ -85,6 +87,7 @@ def test_a_context_shift_followed_by_compaction_keeps_every_row(setup: Setup) ->
             it.check(1, [1000 + i for i in range(5)], turns=0)
 
 
+@pytest.mark.report("llama.cpp#14189")
 @EVERYWHERE
 def test_compaction_moves_bytes_although_no_shift_is_pending(setup: Setup) -> None:
     """llama.cpp#14189: defrag ran only if a shift was pending."""
@@ -98,6 +101,7 @@ def test_compaction_moves_bytes_although_no_shift_is_pending(setup: Setup) -> No
         it.check(0, [0, 4, 5])
 
 
+@pytest.mark.report("llama.cpp#11707")
 @BACKENDS
 def test_padding_never_makes_the_cache_move_rows(make: MakeStore) -> None:
     """llama.cpp#11707: ten tokens padded to 256 cells were moved about for nothing."""
@@ -118,6 +122,7 @@ def test_padding_never_makes_the_cache_move_rows(make: MakeStore) -> None:
     store.close()
 
 
+@pytest.mark.report("ollama#9904", "llama.cpp#9314")
 @BACKENDS
 def test_thousands_of_small_moves_are_one_pass_or_several(make: MakeStore) -> None:
     """ollama#9904, llama.cpp#9314: many small moves overflowed a graph, or stalled everybody."""
@@ -140,6 +145,7 @@ def test_thousands_of_small_moves_are_one_pass_or_several(make: MakeStore) -> No
 # -- shifts
 
 
+@pytest.mark.report("llama.cpp#3825")
 @EVERYWHERE
 def test_a_second_shift_turns_rows_on_from_the_first(setup: Setup) -> None:
     """llama.cpp#3825: the second shift overwrote the pending one, and K lagged behind."""
@@ -153,6 +159,7 @@ def test_a_second_shift_turns_rows_on_from_the_first(setup: Setup) -> None:
         it.check(0, [0, 1, 2, 3])
 
 
+@pytest.mark.report("llama.cpp#5652", "llama.cpp#7230", "llama.cpp#9743", "ik_llama.cpp#760")
 @pytest.mark.parametrize("kind", [kind for kind in KVType if kind.is_quantized])
 def test_quantised_keys_can_be_shifted(kind: KVType) -> None:
     """llama.cpp#5652, #7230, #9743, ik_llama.cpp#760: an abort, or a copy that did not exist."""
@@ -170,6 +177,7 @@ def test_quantised_keys_can_be_shifted(kind: KVType) -> None:
         np.testing.assert_array_equal(it.store.read_raw(0, "k", np.array([0, 1])), stays)
 
 
+@pytest.mark.report("llama.cpp#4097", "llama.cpp#6002")
 @EVERYWHERE
 def test_many_small_shifts_turn_rows_as_far_as_a_large_one(setup: Setup) -> None:
     """llama.cpp#4097, #6002: coherence was lost after repeated shifts."""
@@ -231,6 +239,7 @@ def test_partial_rotary_of_quantised_keys_costs_no_more_than_quantising(
         assert 0 < noise < error_of_keys(it) < 2 * noise
 
 
+@pytest.mark.report("ik_llama.cpp#2336", "llama.cpp#2459", "koboldcpp#2088")
 @BACKENDS
 def test_each_layer_turns_by_its_own_rope(make: MakeStore) -> None:
     """ik_llama.cpp#2336, #2459, koboldcpp#2088: layers differ in n_rot, base and scale."""
@@ -286,6 +295,7 @@ def test_a_rollback_takes_back_its_own_cells_and_no_bytes_of_others(setup: Setup
         it.check(1, [*range(1003, 1010)])
 
 
+@pytest.mark.report("llama.cpp#4185", "llama.cpp#25566")
 @EVERYWHERE
 def test_churn_never_mixes_the_rows_of_sequences(setup: Setup) -> None:
     """llama.cpp#4185, #25566: after hundreds of requests cells were lost, or somebody else's."""

@@ -15,6 +15,8 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.sequence import Sequence
 from tests.runtime.archs import F32, fresh, opened, text
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def _often() -> Iterator[None]:
