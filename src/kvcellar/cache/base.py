@@ -321,7 +321,7 @@ class Cache(ABC):
     def require_idle(self) -> None:
         """Raise CacheError while a batch is being decoded."""
         if self._open is not None:
-            if self._open.is_open:
+            if self._open.first.is_open:
                 raise CacheError("a batch is being decoded: commit or release its placement first")
             self._open = None
 

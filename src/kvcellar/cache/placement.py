@@ -48,12 +48,13 @@ class Placement:
         self._parts: list[CellPart | StatePlacement] = [*self.groups]
         if states is not None:
             self._parts.append(states)
+        self.first = self._parts[0]  # the first to be committed, the last to be released
         self._taken = 0
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be committed or released."""
-        return self._parts[0].is_open  # the first to be committed, the last to be released
+        return self.first.is_open
 
     @property
     def cells(self) -> Int64Array:
@@ -93,7 +94,7 @@ class Placement:
             part.release()
 
     def _require_open(self) -> None:
-        if not self._parts[0].is_open:
+        if not self.first.is_open:
             raise CacheError("this placement has been committed or released already")
 
     def __enter__(self) -> Placement:
@@ -105,7 +106,7 @@ class Placement:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None and self._taken == len(self.micros) and self._parts[0].is_open:
+        if kind is None and self._taken == len(self.micros) and self.first.is_open:
             self.commit()
         else:
             self.release()

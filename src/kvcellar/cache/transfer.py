@@ -86,13 +86,23 @@ def state_set(
         NotSupported: it is a piece and the cache has states or windows, or those are to be added
             to a sequence that is not empty.
     """
-    _check_distinct(seq_ids)
     check_content(content, cache.store_specs)
+    with cache.transaction():
+        put_content(cache, content, seq_ids, shift=shift)
+
+
+def put_content(
+    cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
+) -> None:
+    """Put content into sequences that was checked; the caller takes back what fails half way.
+
+    Arguments and errors are those of :func:`state_set`.
+    """
+    _check_distinct(seq_ids)
     if len(seq_ids) != content.n_seqs:
         raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     _check_targets(cache, content, seq_ids, shift)
-    with cache.transaction():
-        cache.import_(content, seq_ids, shift)
+    cache.import_(content, seq_ids, shift)
 
 
 def _positions(cache: Cache, seq: int) -> Int32Array:

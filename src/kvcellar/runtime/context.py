@@ -1,22 +1,15 @@
 """A cache, the graphs that run over it, and the sequences that live in it.
 
-The cache that belongs to a memory: one that fits each kind, alone or under one roof.
-
-How long decoding took, split into prefill and decode.
-
-What a rollback of the cache takes back in the sequences that live in it.
-
-Sequences that were closed meanwhile are open again; those that were made are closed.
-
-New sequences that are there only if all goes well with them.
+Transactions of the cache take sequences along: after a rollback those that were closed meanwhile
+are open again, and those that were made are closed.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,15 +26,18 @@ from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import put_content, state_get
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import (
     BatchError,
     ClosedError,
     ComputeError,
+    OptionError,
     SequenceIdError,
     TokenizerError,
     check_range,
 )
+from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
     MAX_CELLS,
     ContextOptions,
@@ -49,107 +45,27 @@ from kvcellar.runtime.options import (
     SaveOptions,
 )
 from kvcellar.runtime.profile import Profile
-from kvcellar.runtime.saving import load_file, load_one, save_file
+from kvcellar.runtime.saving import (
+    ContextFacts,
+    Ready,
+    prepare,
+    read_single,
+    require_single,
+    take_snapshot,
+)
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.snapshot.snapshot import Plain, fingerprint
+from kvcellar.snapshot.container import read_snapshot, write_snapshot
+from kvcellar.snapshot.llama.from_content import Target
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind
+from kvcellar.snapshot.snapshot import Json, fingerprint
 from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
 
 
-def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
-    """The cache over the stores of a memory of that shape, for ``n_ctx`` tokens.
-
-    A part that is the only one is used as it is, so models of one kind pay for no other.
-    """
-    groups: list[AttentionCache] = []
-    for group, store in zip(spec.groups, memory.groups, strict=True):
-        groups.append(_make_group(group, store, n_ctx, options))
-    if memory.states is None:
-        return groups[0] if len(groups) == 1 else HybridCache(groups)
-    policy = CheckpointPolicy(CheckpointBudget(*options.checkpoint_budget))
-    states = RecurrentCache(memory.states, policy, size=n_ctx)
-    return HybridCache(groups, states) if groups else states
-
-
-def _make_group(
-    spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
-) -> AttentionCache:
-    threshold = options.defrag_threshold
-    if spec.size == n_ctx:  # nothing ever has to make room
-        return AttentionCache(spec, store, defrag_threshold=threshold)
-    budget = CheckpointBudget(*options.checkpoint_budget)
-    return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)
-
-
-@dataclass(slots=True)
-class Timings:
-    """Counts since the context was made or :meth:`reset`.
-
-    A decode of one token a sequence counts as "decode", any larger one as "prefill".
-    ``graph_seconds`` is the part of both that was spent computing graphs; the rest is Python's.
-    """
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    n_decodes: int = 0
-    graph_seconds: float = 0.0
-
-    def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
-        """Count one call of decode."""
-        self.n_decodes += 1
-        self.graph_seconds += graph_seconds
-        if n_tokens > n_seqs:
-            self.prefill_tokens += n_tokens
-            self.prefill_seconds += seconds
-        else:
-            self.decode_tokens += n_tokens
-            self.decode_seconds += seconds
-
-    def reset(self) -> None:
-        """Count from zero again."""
-        self.__init__()  # type: ignore[misc]
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prefilled tokens a second, 0 before the first."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """Decoded tokens a second, 0 before the first."""
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
-
-    @property
-    def overhead_seconds(self) -> float:
-        """Time outside the graphs, a call of decode."""
-        total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
-        return total / self.n_decodes if self.n_decodes else 0.0
-
-
-def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
-    """What puts a context's sequences back as they are now."""
-    kept, kept_ids = dict(sequences), list(free_ids)
-    undos = [sequence.remember() for sequence in kept.values()]
-
-    def undo() -> None:
-        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
-        sequences.clear()
-        for sequence in made:
-            sequence.close()  # no longer known, so no cell is touched
-        sequences.update(kept)
-        free_ids[:] = kept_ids
-        for restore in undos:
-            restore()
-
-    return undo
-
-
 class Context:
-    """Where sequences of one model live and are computed; made by :meth:`Model.context`.
+    """The cache of one model, its sequences and what computes them; made by :meth:`Model.context`.
 
     Calls from several threads take turns, those on its sequences too; :meth:`exclusive` makes
     several calls one. ``cache`` knows no threads: use it inside :meth:`exclusive`.
@@ -163,7 +79,7 @@ class Context:
 
     Raises:
         OptionError: an option outside its range.
-        AllocationError: the K/V buffer cannot be had; nothing is left behind.
+        AllocationError: the K/V buffer cannot be allocated; nothing is left behind.
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
@@ -202,7 +118,7 @@ class Context:
             return tuple(self._sequences[i] for i in sorted(self._sequences))
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
-        """A new sequence, with a prompt computed into it if one is given.
+        """Make a new sequence, with a prompt computed into it if one is given.
 
         Raises:
             SequenceIdError: all ``n_seq_max`` ids are taken.
@@ -226,9 +142,9 @@ class Context:
         return sequence
 
     def decode(self, batch: Batch) -> Float32Array:
-        """Compute a batch: K and V are written, the logits asked for are returned.
+        """Compute a batch: write K and V, return the logits asked for.
 
-        Positions that the batch leaves open follow what each sequence holds. If anything fails,
+        Positions that the batch leaves open follow what each sequence has. If anything fails,
         Ctrl-C included, the cells placed for the batch are released.
 
         Returns:
@@ -246,15 +162,15 @@ class Context:
             return self._decode(batch)
 
     def resize(self, n_ctx: int) -> None:
-        """Change the number of cells while sequences live; none of them notices.
+        """Change the number of cells, whatever sequences are open; they stay as they are.
 
-        A smaller cache is compacted if what is held would not fit otherwise. Old and new buffers
+        A smaller cache is compacted if used cells would not fit otherwise. Old and new buffers
         exist side by side for a moment.
 
         Raises:
             OptionError: ``n_ctx`` outside its range.
             CacheFull: more cells are used; nothing has changed.
-            AllocationError: the new buffers cannot be had; nothing has changed.
+            AllocationError: the new buffers cannot be allocated; nothing has changed.
             CacheError: a transaction is open.
         """
         with self._lock:
@@ -262,7 +178,7 @@ class Context:
             self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
-        """What ``cache.view`` gives, knowing the tokens' texts where the model has a tokenizer."""
+        """Return ``cache.view`` with the tokens' texts where the model has a tokenizer."""
         with self._lock:
             view = self.cache.view(n_seq_max)
         tokenizer = self.model.tokenizer
@@ -272,7 +188,19 @@ class Context:
             return view
 
     @cached_property
-    def fingerprint(self) -> Mapping[str, Plain]:
+    def facts(self) -> ContextFacts:
+        """What saving and loading need of this context, the fingerprint included."""
+        model = self.model
+        return ContextFacts(
+            self.cache,
+            self.memory_spec,
+            self.fingerprint,
+            model.convert_rows,
+            model.spec.n_vocab,
+        )
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, Json]:
         """What a snapshot has to share with this context; hashes the weights of a new file."""
         model = self.model
         return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
@@ -287,7 +215,7 @@ class Context:
         compress: bool = False,
         checkpoints: bool = True,
     ) -> int:
-        """Write sequences (None: all, by id) to a file, shared cells once; returns its bytes.
+        """Write sequences (None: all, by id) to a file, shared cells once; return its bytes.
 
         The other arguments, and errors, are those of :meth:`Sequence.save`.
         """
@@ -295,7 +223,14 @@ class Context:
             self.check_open()
             chosen = self.sequences if sequences is None else tuple(sequences)
             options = SaveOptions(type_k, type_v, compress, checkpoints)
-            return save_file(self, chosen, path, options)
+            if any(sequence.context is not self for sequence in chosen):
+                raise OptionError("sequences: one of them belongs to another context")
+            for sequence in chosen:
+                sequence.compute_pending()
+            ids = [sequence.seq_id for sequence in chosen]
+            texts = [sequence.saved_text() for sequence in chosen]
+            snapshot = take_snapshot(self.facts, ids, texts, options)
+            return write_snapshot(path, snapshot, compress=compress)
 
     def load(
         self,
@@ -306,10 +241,10 @@ class Context:
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """A new sequence with what a file of one holds; it goes on with exactly the same logits.
+        """Load a file of one sequence into a new one; it goes on with exactly the same logits.
 
-        It may come from a context of another size, with other sequences, other cells, and V the
-        other way. Whatever goes wrong, this context is as it was.
+        The file may come from a context of another size, with other sequences, in other cells, with
+        V transposed or not. If anything fails, this context is unchanged.
 
         Args:
             path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
@@ -326,39 +261,42 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            return load_one(self, path, LoadOptions(start, stop, positions, convert))
+            options = LoadOptions(start, stop, positions, convert)
+            return self._load(path, options, single=True)[0]
 
     def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
-        """New sequences with all that a file holds, or none; see :meth:`load`."""
+        """Load all sequences of a file into new ones, or none; see :meth:`load`."""
         with self._lock:
             self.check_open()
-            return tuple(load_file(self, path, LoadOptions(convert=convert)))
+            return tuple(self._load(path, LoadOptions(convert=convert), single=False))
 
-    @contextmanager
-    def new_sequences(self, n: int) -> Iterator[list[Sequence]]:
-        """Make ``n`` empty sequences for a ``with`` block; close them if it raises.
+    def put(self, ready: Ready, sequences: Iterable[Sequence]) -> None:
+        """Add content that was checked behind what sequences have, to all or none of them.
 
         Raises:
-            SequenceIdError: fewer than ``n`` ids are left.
+            CacheError: there is no room, or it cannot be put there; see ``state_set``.
         """
-        made: list[Sequence] = []
-        try:
-            made.extend(self.sequence() for _ in range(n))
-            yield made
-        except BaseException:
-            for sequence in made:
-                sequence.close()
-            raise
+        chosen = tuple(sequences)
+        for sequence in chosen:
+            sequence.compute_pending()
+        before = [len(sequence) for sequence in chosen]
+        with self._lock, self.cache.transaction():
+            ids = [sequence.seq_id for sequence in chosen]
+            put_content(self.cache, ready.content, ids, shift=ready.shift)
+            for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
+                sequence.adopt(text, n_before)
+                if ready.n_dropped:
+                    sequence.trim(ready.n_dropped)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Hold off other threads for the length of a ``with`` block, to do several calls as one."""
+        """Hold off other threads for the length of a ``with`` block, to make several calls one."""
         return self._lock
 
     def start_profile(self) -> Profile:
-        """Record from now on where the time goes; decoding becomes slower by that.
+        """Record from now on where the time goes, which makes decoding slower.
 
         Raises:
-            NotSupported: the backend cannot tell.
+            NotSupported: the backend has no profile.
         """
         with self._lock:
             self.check_open()
@@ -374,7 +312,7 @@ class Context:
             heapq.heappush(self._free_ids, sequence.seq_id)
 
     def close(self) -> None:
-        """Free graphs, K and V; open sequences are of no use afterwards. Twice is fine."""
+        """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
             if self._closed:
                 return
@@ -397,6 +335,28 @@ class Context:
         """Raise ClosedError if the context was closed."""
         if self._closed:
             raise ClosedError("the context is closed")
+
+    def _load(self, path: str | Path, options: LoadOptions, *, single: bool) -> list[Sequence]:
+        """Load a file into new sequences; if anything fails, there are none."""
+        if is_llama_file(path):
+            if options != LoadOptions(convert=options.convert):
+                raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
+            model = self.model.spec
+            ready = read_state(path, self.memory_spec, model.arch, model.n_vocab)
+            if single:
+                require_single(ready.content.n_seqs)
+        else:
+            snapshot = read_single(path) if single else read_snapshot(path)
+            ready = prepare(self.facts, snapshot, options)
+        made: list[Sequence] = []
+        try:
+            made.extend(self.sequence() for _ in range(ready.content.n_seqs))
+            self.put(ready, made)
+        except BaseException:
+            for sequence in made:
+                sequence.close()
+            raise
+        return made
 
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
@@ -421,8 +381,139 @@ class Context:
         return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)
 
 
+def save_llama_file(
+    source: Context | Sequence,
+    path: str | Path,
+    generation: FileGeneration = "2026-10",
+    *,
+    v_trans: bool = False,
+) -> None:
+    """Save a sequence, or all sequences of a context, as llama.cpp does.
+
+    A session lists the tokens of its first sequence only, so its readers know no others. Pending
+    tokens are computed before.
+
+    Args:
+        source: a sequence for a sequence file, a context for a session file.
+        path: where to; an older file there stays until the new one is complete.
+        generation: whose layout; "2026-10" is what llama.cpp of that month reads.
+        v_trans: whether V is transposed. llama.cpp reads only files like its own contexts: V is
+            transposed without flash attention, otherwise not.
+
+    Raises:
+        NotSupported: llama.cpp had no such files.
+        OptionError: there is nothing to save, or v_trans does not suit the type of V.
+        SnapshotFileError: the file cannot be written.
+        ClosedError: the context is closed.
+    """
+    kind: Kind = "sequence" if isinstance(source, Sequence) else "session"
+    context = source.context if isinstance(source, Sequence) else source
+    with context.exclusive():
+        context.check_open()
+        texts = (source,) if isinstance(source, Sequence) else source.sequences
+        filled = [text for text in texts if len(text)]
+        if not filled:
+            raise OptionError("there is nothing to save: no sequence has tokens")
+        for text in filled:
+            text.compute_pending()
+        ids = tuple(text.seq_id for text in filled)
+        content = state_get(context.cache, ids, checkpoints=False)
+        target, arch = Target(kind, generation, ids, v_trans), context.model.spec.arch
+        write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
+
+
+def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
+    """Return what puts a context's sequences back as they are now."""
+    kept, kept_ids = dict(sequences), list(free_ids)
+    undos = [sequence.remember() for sequence in kept.values()]
+
+    def undo() -> None:
+        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
+        sequences.clear()
+        for sequence in made:
+            sequence.close()  # the context no longer has it, so no cell is touched
+        sequences.update(kept)
+        free_ids[:] = kept_ids
+        for restore in undos:
+            restore()
+
+    return undo
+
+
+def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
+    """Make the cache over the stores of a memory of that shape, for ``n_ctx`` tokens.
+
+    A part that is the only one is used as it is, so models of one kind pay for no other.
+    """
+    groups: list[AttentionCache] = []
+    for group, store in zip(spec.groups, memory.groups, strict=True):
+        groups.append(_make_group(group, store, n_ctx, options))
+    if memory.states is None:
+        return groups[0] if len(groups) == 1 else HybridCache(groups)
+    policy = CheckpointPolicy(CheckpointBudget(*options.checkpoint_budget))
+    states = RecurrentCache(memory.states, policy, size=n_ctx)
+    return HybridCache(groups, states) if groups else states
+
+
+def _make_group(
+    spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
+) -> AttentionCache:
+    threshold = options.defrag_threshold
+    if spec.size == n_ctx:  # every token fits, so nothing is evicted
+        return AttentionCache(spec, store, defrag_threshold=threshold)
+    budget = CheckpointBudget(*options.checkpoint_budget)
+    return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Counts since the context was made or :meth:`reset`.
+
+    A decode of one token a sequence counts as "decode", any larger one as "prefill".
+    ``graph_seconds`` is the part of both that was spent computing graphs; the rest is Python's.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    n_decodes: int = 0
+    graph_seconds: float = 0.0
+
+    def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
+        """Count one call of decode."""
+        self.n_decodes += 1
+        self.graph_seconds += graph_seconds
+        if n_tokens > n_seqs:
+            self.prefill_tokens += n_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.decode_tokens += n_tokens
+            self.decode_seconds += seconds
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prefilled tokens a second; 0 before the first."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Decoded tokens a second, 0 before the first."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds outside the graphs per call of decode."""
+        total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
+        return total / self.n_decodes if self.n_decodes else 0.0
+
+
 def _checked_copy(logits: Float32Array) -> Float32Array:
-    """A copy that outlives the graph's buffer; NaN or infinity never leaves."""
+    """Return a copy that outlives the graph's buffer; refuse NaN and infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = logits.sum()  # finite only if every term is
     if not np.isfinite(total) and not np.isfinite(logits).all():
