@@ -434,7 +434,7 @@ class CellTable:
     def _owned(self, seq: int) -> Cells:
         """All cells of a sequence, ascending; remembered until it loses some."""
         span = self._spans[seq]
-        cells = span.candidates()
+        cells = slice(span.lo, span.hi) if span.cells is None else span.candidates()
         if not span.exact:
             words = self.owners[seq >> 6][cells]
             cells = cells_where(cells, np.not_equal(words & np.uint64(1 << (seq & 63)), 0))
