@@ -184,3 +184,9 @@ def test_stored_another_way() -> None:
     found = with_row_types(PRINT, list(spec.groups))
     assert found == fingerprint("sample", "ab" * 32, spec)
     assert row_types(found) == [(KVType.Q8_0, KVType.F16)] * 2
+
+
+def test_numbers_are_equal_only_as_json() -> None:
+    for stored, wanted in ((True, 1), (1.0, 1), (0, False)):
+        with pytest.raises(SnapshotMismatch, match="window"):
+            check_same({"groups": [{"window": stored}]}, {"groups": [{"window": wanted}]})

@@ -126,7 +126,7 @@ class BlockFormat:
 
     def __init__(self, context: Context, size: int, cache_salt: str, how: SaveOptions) -> None:
         memory = context.memory_spec
-        groups = [as_type(spec, how) for spec in memory.groups]
+        groups = [as_type(spec, *how.types) for spec in memory.groups]
         self.size, self.how = size, how
         self.specs: list[CacheSpec | StateSpec] = [
             *groups,

@@ -30,7 +30,7 @@ from kvcellar.snapshot.snapshot import (
     digest,
     with_row_types,
 )
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, MemorySpec
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, KVType, MemorySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ def stored(facts: ContextFacts, snapshot: Snapshot, options: SaveOptions) -> Sna
     """Store K and V of a snapshot in the types that are asked for."""
     if options.type_k is None and options.type_v is None:
         return snapshot
-    specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
+    types = options.types  # refused if there is no such type, even where nothing has one
+    specs = [as_type(spec, *types) for spec in facts.memory_spec.groups]
     other = converted(snapshot, specs, facts.convert_rows)
     if other is snapshot:
         return snapshot
@@ -137,13 +138,12 @@ def stored_fingerprint(facts: ContextFacts, options: SaveOptions) -> Mapping[str
     """Return the fingerprint that :func:`stored` gives a snapshot."""
     if options.type_k is None and options.type_v is None:
         return facts.fingerprint
-    specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
+    specs = [as_type(spec, *options.types) for spec in facts.memory_spec.groups]
     return with_row_types(facts.fingerprint, specs)
 
 
-def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
-    """Return the shape of a cache that would store rows that way."""
-    k, v = options.types
+def as_type(spec: CacheSpec, k: KVType | None, v: KVType | None) -> CacheSpec:
+    """Return the shape of a cache that stores rows in these types; None: as it is."""
     other = replace(
         spec,
         type_k=k or spec.type_k,
