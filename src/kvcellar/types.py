@@ -282,6 +282,11 @@ class MemorySpec:
         return cls((spec,), None, tuple(LayerPlace(0, i) for i in range(len(spec.layers))))
 
     @property
+    def stores(self) -> tuple[CacheSpec | StateSpec, ...]:
+        """The shapes of all stores, that of the states last."""
+        return self.groups if self.states is None else (*self.groups, self.states)
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of all of it."""
         states = 0 if self.states is None else self.states.n_bytes

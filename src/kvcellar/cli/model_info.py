@@ -127,7 +127,7 @@ def read_model_info(path: Path) -> ModelInfo:
         n_parameters=sum(prod(tensor.shape) for tensor in tensors),
         tensor_types=dict(Counter(tensor.type_name for tensor in tensors).most_common()),
         weight_bytes=weight_bytes,
-        file_bytes=file.n_bytes,
+        file_bytes=len(file.data),
         memory_available=free,
         kv_types={kind.label: _cost(kind, layers, free, n_ctx) for kind in KVType if layers},
         caches=() if spec is None else layer_caches(spec.layers),

@@ -188,8 +188,7 @@ class PromptCache:
         pieces, why = self._find(text)
         if pieces:
             state_set(sequence.context.cache, text.joined(pieces), [sequence.seq_id])
-            sequence.adopt(SavedText(), [])
-            sequence.stored_as = text.stored_as
+            sequence.adopt(SavedText(stored_as=text.stored_as), 0)
         return CacheHit(len(text.tokens), len(sequence), why)
 
     def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:
