@@ -13,24 +13,16 @@ from kvcellar.cache.base import Cache
 from kvcellar.errors import CacheError, CacheFull, OptionError, SequenceIdError
 from kvcellar.testing.duel import snapshot
 from tests.cache.kinds import (
+    KINDS,
     N_SEQ,
+    cache_of,
     everything,
     full,
-    hybrid,
     put,
     recurrent,
-    sliding,
     states_of,
 )
 
-KINDS: dict[str, Callable[[], Cache]] = {
-    "full": full,
-    "sliding": sliding,
-    "recurrent": recurrent,
-    "two groups": lambda: hybrid("fw"),
-    "full and states": lambda: hybrid("fs"),
-    "all": lambda: hybrid("fws"),
-}
 VERBS: tuple[Callable[[Cache], object], ...] = (
     lambda cache: cache.seq_rm(0),
     lambda cache: cache.seq_cp(0, 1),
@@ -50,10 +42,10 @@ VERBS: tuple[Callable[[Cache], object], ...] = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_properties_say_what_callers_need(kind: str) -> None:
-    cache = KINDS[kind]()
+    cache = cache_of(kind)
     assert cache.has_states == any(part.has_states for part in cache.parts)
     assert cache.keeps_every_token == all(part.keeps_every_token for part in cache.parts)
-    assert cache.keeps_every_token == (kind == "full")
+    assert cache.keeps_every_token == (kind == "f")
     assert len(cache.store_specs) == len(cache.parts)
     assert cache.parts[0].spec == cache.spec
 
@@ -61,7 +53,7 @@ def test_properties_say_what_callers_need(kind: str) -> None:
 @pytest.mark.parametrize("verb", range(len(VERBS)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_edited_while_a_batch_is_decoded(kind: str, verb: int) -> None:
-    cache = KINDS[kind]()
+    cache = cache_of(kind)
     put(cache, 0, 3)
     placement = cache.place(Batch.of([1], 0), 4)
     states = [cache.is_decoding]
@@ -74,7 +66,7 @@ def test_nothing_is_edited_while_a_batch_is_decoded(kind: str, verb: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_size_is_checked_and_a_transaction_keeps_it(kind: str) -> None:
-    cache = KINDS[kind]()
+    cache = cache_of(kind)
     put(cache, 0, 3)
     size = cache.spec.size
     with cache.transaction(), pytest.raises(CacheError, match="before resizing"):
@@ -88,7 +80,7 @@ def test_a_size_is_checked_and_a_transaction_keeps_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_watchers_take_back_with_a_rollback(kind: str) -> None:
-    cache, told = KINDS[kind](), list[str]()
+    cache, told = cache_of(kind), list[str]()
 
     def remember() -> Callable[[], None]:
         told.append("begun")
@@ -128,7 +120,7 @@ def test_a_cut_is_a_removal_and_a_move(n: int, p0: int, p1: int, shared: int, sw
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_is_done_as_a_whole_or_not_at_all(kind: str) -> None:
-    cache = KINDS[kind]()
+    cache = cache_of(kind)
     put(cache, 0, 6)
     before = everything(cache)
     if cache.seq_cut(0, 1, 2):

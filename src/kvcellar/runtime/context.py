@@ -515,7 +515,7 @@ class Timings:
 
 
 def _in_order(pieces: list[Float32Array], micros: list[MicroBatch]) -> Float32Array:
-    """Return logits in the order of the batch; splits for states group a sequence's tokens."""
+    """Return logits in the order of the batch; with states a microbatch has another."""
     logits = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     rows = np.concatenate([micro.rows[micro.outputs] for micro in micros])
     return logits if (rows[1:] > rows[:-1]).all() else logits[rows.argsort()]
