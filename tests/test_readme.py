@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -16,6 +18,7 @@ def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_python_examples_run(smollm2_path: Path, tmp_path: Path) -> None:
     del smollm2_path  # only required to be there
     code = "".join(python_blocks())

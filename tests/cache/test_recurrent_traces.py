@@ -11,6 +11,7 @@ from kvcellar.testing.recurrent_traces import RecurrentReplay
 from kvcellar.testing.traces import load_traces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ubatch", [512, 3])
 def test_recurrent_traces_replay(shared: Path, n_ubatch: int) -> None:
     traces = load_traces(shared / "golden" / "recurrent_traces.jsonl")

@@ -17,7 +17,7 @@ from kvcellar.testing.naive_store import NaiveStore
 from kvcellar.testing.store_use import content, order, value_of
 from tests.snapshot.stores.worker import MAX_BYTES, numbered
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("worker.py")
 
