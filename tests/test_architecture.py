@@ -1,4 +1,4 @@
-"""docs/architecture.md holds: who may import whom, what importing costs."""
+"""docs/architecture.md holds: who may import whom, what importing costs, how files are cut."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import pytest
 
 import kvcellar
+from kvcellar.models.registry import ARCHITECTURES
+from tests.import_graph import ImportGraph
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 PACKAGE = "kvcellar"
+SMALL = 60  # lines
+MAX_FILES, MIN_MEDIAN = 190, 140
+FAMILIES = frozenset(name.partition(":")[0] for name in ARCHITECTURES.values())
+REGISTRIES_AND_DATA: dict[str, str] = {}
+"""Small files with one importer that stand alone all the same, and why."""
+
+NAME_EACH_OTHER = frozenset(
+    f"{PACKAGE}.runtime.{name}" for name in ("model", "context", "sequence", "generation")
+)
+"""These may import one another for type checkers."""
+
 ABOVE = "the rows above"
 LAZY = ("tokenizers", "jinja2", "rich", "typer", "hypothesis", "ctypes", "libggml", "llvmlite")
 
@@ -105,11 +119,38 @@ def test_modules_import_only_what_their_row_allows(module: str) -> None:
             assert top in row.outside, f"{module} may not import {name}"
 
 
+@pytest.fixture(scope="module")
+def graph() -> ImportGraph:
+    return ImportGraph(SOURCE / PACKAGE)
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_every_file_says_what_it_is(module: str) -> None:
-    text = MODULES[module].read_text()
+def test_files_say_what_they_are(module: str) -> None:
     if module != "_version":
+        text = MODULES[module].read_text()
         assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
+
+
+def test_a_small_file_with_one_importer_is_a_part_of_it(graph: ImportGraph) -> None:
+    """Unless it is a registry, data, or a family of models."""
+    found = graph.with_one_importer(below=SMALL)
+    assert REGISTRIES_AND_DATA.keys() <= found.keys(), "need no exception any more"
+    assert FAMILIES & found.keys(), "no family was found: are they elsewhere?"
+    allowed = FAMILIES | REGISTRIES_AND_DATA.keys()
+    wrong = [f"{module} into {one}" for module, one in found.items() if module not in allowed]
+    assert not wrong, "to be merged:\n" + "\n".join(wrong)
+
+
+def test_no_modules_import_each_other(graph: ImportGraph) -> None:
+    assert NAME_EACH_OTHER & graph.paths.keys(), "none was found: are they elsewhere?"
+    circles = graph.circles(types_among=NAME_EACH_OTHER)
+    assert not circles, "circles:\n" + "\n".join(map(", ".join, circles))
+
+
+def test_files_are_few_and_hold_an_idea_each(graph: ImportGraph) -> None:
+    lengths = [graph.n_lines(module) for module in graph.paths]
+    assert len(lengths) <= MAX_FILES
+    assert median(lengths) >= MIN_MEDIAN
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

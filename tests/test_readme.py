@@ -19,6 +19,7 @@ def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_python_examples_run(smollm2_path: Path, tmp_path: Path) -> None:
     del smollm2_path  # only required to be there
     code = "".join(python_blocks())

@@ -30,6 +30,7 @@ def make_store(request: pytest.FixtureRequest) -> Iterator[Maker]:
     backend.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash_attn", [True, False])
 def test_attention_traces_replay(shared: Path, make_store: Maker, flash_attn: bool) -> None:
     traces = load_traces(shared / "golden" / "attention_traces.jsonl")
@@ -43,6 +44,7 @@ def test_attention_traces_replay(shared: Path, make_store: Maker, flash_attn: bo
         replay.store.close()
 
 
+@pytest.mark.slow
 def test_attention_traces_replay_without_bytes(shared: Path) -> None:
     for trace in load_traces(shared / "golden" / "attention_traces.jsonl"):
         TraceReplay(trace).run()

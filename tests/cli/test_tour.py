@@ -163,6 +163,7 @@ def test_a_terminal_sees_colours(start: Start, talker: Path) -> None:
     assert screen.count(b"\x1b[?25l") == screen.count(b"\x1b[?25h")  # the cursor comes back
 
 
+@pytest.mark.slow
 def test_the_tour_of_the_demo_model(start: Start, smollm2: Path) -> None:
     with start("tour", smollm2) as process:
         out, err = process.communicate(timeout=120)
@@ -174,6 +175,7 @@ def test_the_tour_of_the_demo_model(start: Start, smollm2: Path) -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_the_ten_lines_run(smollm2: Path) -> None:
     assert len([line for line in TEN_LINES.splitlines() if line]) == 10
     assert str(smollm2)

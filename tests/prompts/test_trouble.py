@@ -212,6 +212,7 @@ def expected(context: Context, seeds: Sequence[int]) -> dict[int, Float32Array]:
     return {seed: fresh(context, shared_text(seed)) for seed in seeds}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "jamba-dense"])
 @pytest.mark.parametrize("n_contexts", [1, 2])
 @pytest.mark.alone
@@ -268,6 +269,7 @@ def told(process: subprocess.Popen[str]) -> dict[int, tuple[int, str]]:
     return {int(seed): (int(n), digest) for seed, n, digest in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_processes_share_a_folder(shared: Path, tmp_path: Path) -> None:
     """Two write at once; a third reuses all that they saved, with the logits they had."""

@@ -33,6 +33,7 @@ def play(shared: Path, arch: str, how: str, **options: Any) -> None:
     assert n_compared == (9 if arch in (*HYBRID, *RECURRENT) else 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_logits_equal_the_references(shared: Path, arch: str, how: str) -> None:

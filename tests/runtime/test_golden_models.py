@@ -15,6 +15,8 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
 def golden(shared: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -130,7 +132,6 @@ def test_a_long_text_in_a_small_cache_stays_sensible(model: Model) -> None:
         assert mean_nll(context, tokens[6:]) < 3.5  # guessing costs 10.8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("text", ["alice", "whale"])
 def test_texts_are_as_likely_as_recorded(

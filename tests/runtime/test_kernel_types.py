@@ -35,6 +35,7 @@ def logits(context: Context) -> Float32Array:
     return np.concatenate(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("type_k", "type_v"), TYPES)
 @pytest.mark.parametrize("arch", [arch for arch in (*PLAIN, *WINDOWED) if arch != "deepseek2-moe"])
 def test_the_kernel_gives_the_logits_of_others(

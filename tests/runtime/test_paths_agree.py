@@ -139,6 +139,7 @@ def _batch(seed: int, counts: tuple[int, ...]) -> Batch:
     return batch
 
 
+@pytest.mark.slow
 @examples(15)
 @example(steps=MAGNIFIED)
 @given(steps=STEPS)

@@ -55,6 +55,7 @@ def decoded(model: Model, step: int = len(TOKENS), **options: Any) -> Float32Arr
         )
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("step", [1, 5, len(TOKENS)])
 def test_a_real_model_gives_the_logits_of_numpy(
@@ -163,6 +164,7 @@ def tiny_logits(path: Path, backend: str = "ggml", **options: Any) -> Float32Arr
         )
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture_gives_the_logits_of_numpy(

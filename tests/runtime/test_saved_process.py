@@ -136,6 +136,7 @@ def outcomes(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_another_process_goes_on_with_the_same_logits(
     outcomes: dict[str, tuple[Float32Array, Float32Array]], case: Case

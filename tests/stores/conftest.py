@@ -41,15 +41,18 @@ def running_redis(*options: str) -> Iterator[str]:
             pytest.fail(what)
         pytest.skip(what)
     with tempfile.TemporaryDirectory() as folder:
-        port, path = _free_port(), Path(folder, "socket")
-        listen = ["--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
-        command = [binary, *listen, "--save", "", "--dir", folder, *options]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            try:
-                _wait_for(port, process)
-                yield f"redis://127.0.0.1:{port}/0"
-            finally:
-                process.terminate()
+        for _ in range(5):
+            port, path = _free_port(), Path(folder, "socket")
+            listen = ["--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
+            command = [binary, *listen, "--save", "", "--dir", folder, *options]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+                try:
+                    if _listens(path, process):
+                        yield f"redis://127.0.0.1:{port}/0"
+                        return
+                finally:
+                    process.terminate()
+        pytest.fail("the server does not listen")
 
 
 def socket_of(url: str) -> str:
@@ -69,11 +72,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(500):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert process.poll() is None, "the server ended at once"
+def _listens(path: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Wait for this very server; False if it ended, as it does if its port was taken meanwhile.
+
+    Its socket is asked, which it opens last: at the port another server might answer.
+    """
+    for _ in range(2000):
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return True
+        if process.poll() is not None:
+            return False
         time.sleep(0.01)
-    pytest.fail("the server does not listen")
+    return False

@@ -16,7 +16,7 @@ from kvcellar.stores.opening import open_store
 from kvcellar.testing.store_use import NaiveStore, content, order, value_of
 from tests.stores.worker import MAX_BYTES, numbered
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 WORKER = Path(__file__).with_name("worker.py")
 

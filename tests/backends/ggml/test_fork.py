@@ -11,6 +11,7 @@ from tests.backends.helpers import run_python
 
 pytestmark = [
     pytest.mark.alone,
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here"),
 ]
 

@@ -84,6 +84,7 @@ class Attention:
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.5, False), (2.5, True)])
 @pytest.mark.parametrize("layer", [LayerSpec(2, 128, 64), LayerSpec(2, 32, 96)], ids=str)
 @pytest.mark.parametrize("type_v", TYPES)

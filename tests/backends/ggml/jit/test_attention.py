@@ -135,6 +135,7 @@ def ragged(*lengths: int) -> list[list[int]]:
     return [sorted(rng.choice(size, n, replace=False).tolist()) for n in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_head_kv", "group", "d"),
     [(3, 3, 64), (4, 1, 64), (1, 8, 128), (2, 4, 96), (1, 7, 20), (2, 4, 128), (1, 1, 4)],
@@ -212,6 +213,7 @@ def test_any_types_of_k_and_v(
     np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_v", TYPES)
 @pytest.mark.parametrize("type_k", TYPES)
 def test_each_pair_of_types(type_k: KVType, type_v: KVType) -> None:

@@ -135,6 +135,7 @@ def test_the_smallest_values_give_nothing_odd(size: float) -> None:
     assert np.abs(found - exact).max() <= max(1e-4 * np.abs(exact).max(), most)
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 15, 31])
