@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvcellar.backends.ggml.gguf import read_metadata
+from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.errors import ModelFileError
 from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
@@ -126,7 +126,7 @@ def spm() -> MetadataMaker:
 @pytest.fixture(scope="session")
 def smollm2_metadata(smollm2_path: Path) -> Mapping[str, object]:
     """Metadata of the SmolLM2 demo model."""
-    return read_metadata(smollm2_path)
+    return GgufFile(smollm2_path).metadata
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +138,7 @@ def smollm2_tokenizer(smollm2_metadata: Mapping[str, object]) -> Tokenizer:
 @pytest.fixture(scope="session")
 def gemma3_tokenizer(gemma3_path: Path) -> Tokenizer:
     """Tokenizer of Gemma 3 270M."""
-    return Tokenizer.from_metadata(read_metadata(gemma3_path))
+    return Tokenizer.from_metadata(GgufFile(gemma3_path).metadata)
 
 
 def missing(what: str) -> NoReturn:

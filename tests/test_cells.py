@@ -398,7 +398,7 @@ class TestMoveSplitRelease:
         table = two_sequences()
         table.seq_cp(0, 2, 0, 2)
 
-        table.disown(0, slice(1, 4))
+        table.drop(0, slice(1, 4))
 
         table.check()
         assert layout(table) == "+2..111."

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.batch import MicroBatch, split_by_sequence, split_equal, split_simple
+from kvcellar.batch import MicroBatch, split_equal, split_simple
 from kvcellar.cellsets import pack_owners
 from kvcellar.errors import OptionError
 from kvcellar.plan import CellPlan, Plan
@@ -87,13 +87,6 @@ class TestSplits:
             # Set after set, so that a microbatch is a rectangle of sets and tokens.
             assert sum(a != b for a, b in pairwise(sets)) == len(set(sets)) - 1
 
-    @given(st.lists(OWNED, min_size=1, max_size=24), st.integers(1, 9))
-    def test_by_sequence(self, groups: list[frozenset[int]], n_ubatch: int) -> None:
-        parts = split_by_sequence(bits_of(groups), n_ubatch)
-
-        kept_in_order(parts, groups, n_ubatch)
-        assert all(len({groups[row] for row in part}) == 1 for part in parts)
-
     def test_equal_takes_sequences_together_until_the_shortest_ends(self) -> None:
         groups = [frozenset({s}) for s in (0, 0, 0, 0, 1, 1, 2)]
 
@@ -115,5 +108,3 @@ class TestSplits:
             split_simple(1, n_ubatch)
         with pytest.raises(OptionError, match="at least 1"):
             split_equal(owners, n_ubatch)
-        with pytest.raises(OptionError, match="at least 1"):
-            split_by_sequence(owners, n_ubatch)

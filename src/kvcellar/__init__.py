@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from kvcellar.batch import Batch
     from kvcellar.cache.attention import AttentionCache
     from kvcellar.prompts.cache import PromptCache
-    from kvcellar.runtime.context import Context
+    from kvcellar.runtime.context import Context, save_llama_file
     from kvcellar.runtime.demo import find_model
-    from kvcellar.runtime.llama_files import save_llama_file
     from kvcellar.runtime.model import Model
     from kvcellar.runtime.options import ContextOptions, ContextShift
     from kvcellar.runtime.sequence import Sequence
@@ -114,7 +113,7 @@ _HOME = {
     "Sequence": "kvcellar.runtime.sequence",
     "find_model": "kvcellar.runtime.demo",
     "open_store": "kvcellar.stores.opening",
-    "save_llama_file": "kvcellar.runtime.llama_files",
+    "save_llama_file": "kvcellar.runtime.context",
 }
 
 

@@ -1,4 +1,4 @@
-"""What a caller asks to decode: tokens or embeddings, where they stand, whose they are.
+"""What a caller asks to decode: tokens or embeddings, their positions and their owners.
 
 A :class:`Batch` is built up and holds what the caller said. :meth:`Batch.resolve` checks it
 against what a cache holds and gives :class:`Rows`, plain arrays in which nothing is left open:
@@ -6,7 +6,8 @@ against what a cache holds and gives :class:`Rows`, plain arrays in which nothin
 * every sequence id is in range, and no token names one twice;
 * the positions of a sequence rise strictly, and start above what the sequence holds.
 
-Microbatches are cut from rows by the ``split_*`` functions of ``plan.py``.
+The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
+every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Batch:
         return self
 
     def clear(self) -> None:
-        """Forget every token, so that the batch can be filled anew."""
+        """Drop every token, so that the batch can be filled again."""
         for part in (
             self._tokens,
             self._embeddings,
@@ -157,7 +158,7 @@ class Batch:
     @property
     def n_seqs(self) -> int:
         """How many sequences own a token of the batch."""
-        return len({seq for owners in self._owners for seq in owners})
+        return len(set[int]().union(*self._owners))
 
     def check_model(self, n_vocab: int | None = None, n_embd: int | None = None) -> None:
         """Raise BatchError if a token or an embedding does not fit the model."""
@@ -178,19 +179,19 @@ class Batch:
             SequenceIdError: an id out of range.
             PositionError: a position that repeats, goes back or is out of range.
         """
-        n = len(self)
+        n = len(self._owners)
         if n == 0:
             raise BatchError("the batch is empty: add a token first")
         if self._tokens and not 0 <= min(self._tokens) <= max(self._tokens) < 2**31:
             bad = next(t for t in self._tokens if not 0 <= t < 2**31)
             raise BatchError(f"token {bad}: ids are not negative and below 2**31")
-        rows = [row for row, owners in enumerate(self._owners) for _ in owners]
-        seq_ids = np.array([seq for owners in self._owners for seq in owners], np.int64)
+        pairs = [(row, seq) for row, owners in enumerate(self._owners) for seq in owners]
+        rows, seq_ids = np.array(pairs, np.int64).T
         if not 0 <= int(seq_ids.min()) <= int(seq_ids.max()) < n_seq_max:
             bad = next(s for s in seq_ids.tolist() if not 0 <= s < n_seq_max)
             raise SequenceIdError(f"seq_id {bad} is outside [0, {n_seq_max})")
         positions = np.array(_filled(self._positions, self._owners, held), np.int32)
-        owners = pack_owners(np.array(rows, np.int64), seq_ids, n, owner_words(n_seq_max))
+        owners = pack_owners(rows, seq_ids, n, owner_words(n_seq_max))
         return Rows(
             np.array(self._tokens, np.int32) if self._tokens else None,
             np.stack(self._embeddings) if self._embeddings else None,
@@ -217,12 +218,14 @@ def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> lis
         raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}")
-    return [int(value) for value in array.tolist()]
+    integers: list[int] = array.tolist()
+    return integers
 
 
 def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
-    several = seq_ids if isinstance(seq_ids, Iterable) else (seq_ids,)
-    ids = tuple(_integer("seq_id", seq) for seq in several)
+    if not isinstance(seq_ids, Iterable):
+        return (_integer("seq_id", seq_ids),)
+    ids = tuple(_integer("seq_id", seq) for seq in seq_ids)
     if not ids:
         raise BatchError("a token without an owner: give it at least one seq_id")
     if len(set(ids)) != len(ids):
@@ -234,7 +237,10 @@ def _wanted(logits: Logits, n: int) -> list[bool]:
     if isinstance(logits, str):
         if logits not in ("last", "all", "none"):
             raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
-        return [logits == "all" or (logits == "last" and i == n - 1) for i in range(n)]
+        wanted = [logits == "all"] * n
+        if n and logits == "last":
+            wanted[-1] = True
+        return wanted
     if not isinstance(logits, Iterable):
         raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
     mask = [bool(value) for value in logits]
@@ -252,19 +258,25 @@ def _filled(
     last: dict[int, int] = {}
     filled = []
     for row, (wanted, seq_ids) in enumerate(zip(positions, owners, strict=True)):
-        before = [last[s] if s in last else held(s) for s in seq_ids]
-        end = before[0] if len(before) == 1 else max(before)
+        for seq in seq_ids:
+            if seq not in last:
+                last[seq] = held(seq)
+        end = last[seq_ids[0]]
+        if len(seq_ids) > 1:
+            before = [last[seq] for seq in seq_ids]
+            end = max(before)
+            if wanted is None and min(before) != end:
+                raise PositionError(
+                    f"token {row} is shared by sequences {list(seq_ids)}, which end at different "
+                    f"positions {before}: say at which position it stands"
+                )
         pos = end + 1 if wanted is None else wanted
-        if wanted is None and len(before) > 1 and min(before) != end:
-            raise PositionError(
-                f"token {row} is shared by sequences {list(seq_ids)}, which end at different "
-                f"positions {before}: say at which position it stands"
-            )
         if not 0 <= pos < MAX_POSITION:
             raise PositionError(f"token {row} stands at position {pos}, outside [0, 2**31 - 1)")
         if pos <= end:
+            seq = next(seq for seq in seq_ids if last[seq] == end)
             raise PositionError(
-                f"token {row} of sequence {seq_ids[before.index(end)]} stands at position {pos}, "
+                f"token {row} of sequence {seq} stands at position {pos}, "
                 f"but the sequence already reaches {end}: positions must rise"
             )
         for seq in seq_ids:
@@ -294,25 +306,33 @@ class MicroBatch:
         return len(self.positions)
 
 
+def micro_batches(rows: Rows, pieces: Sequence[Int64Array]) -> list[MicroBatch]:
+    """The microbatches that have these rows of a batch."""
+    micros = []
+    for piece in pieces:
+        micros.append(  # noqa: PERF401 - a comprehension would be a call of its own
+            MicroBatch(
+                rows=piece.astype(np.int32),
+                tokens=None if rows.tokens is None else rows.tokens[piece],
+                embeddings=None if rows.embeddings is None else rows.embeddings[piece],
+                positions=rows.positions[piece],
+                owners=rows.owners[:, piece],
+                outputs=np.flatnonzero(rows.wanted[piece]).astype(np.int32),
+            )
+        )
+    return micros
+
+
 def split_simple(n_rows: int, n_ubatch: int) -> list[Int64Array]:
     """Neighbouring rows, as many as fit; what attention needs."""
+    if 0 < n_rows <= n_ubatch:
+        return [np.arange(n_rows)]
     _check_ubatch(n_ubatch)
     return [np.arange(i, min(i + n_ubatch, n_rows)) for i in range(0, n_rows, n_ubatch)]
 
 
-def split_by_sequence(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Rows of one owner set each."""
-    _check_ubatch(n_ubatch)
-    return [
-        np.array(rows[i : i + n_ubatch], np.int64)
-        for groups in _segments(owners)
-        for rows in groups
-        for i in range(0, len(rows), n_ubatch)
-    ]
-
-
 def split_equal(owners: OwnerBits, n_ubatch: int) -> list[Int64Array]:
-    """Equally many rows of each owner set that takes part, set after set; for recurrent states."""
+    """Equally many rows per owner set that takes part, set after set; for recurrent states."""
     _check_ubatch(n_ubatch)
     result = []
     for groups in _segments(owners):

@@ -11,19 +11,11 @@ bound is open. A verb does all of its work, or raises and changes nothing (invar
 3. A sequence's count, smallest and largest position, and the bounds of its cells equal a scan.
 4. The pending shift of a cell is the sum of its moves since its K row was last rotated:
    ``position - pending`` is where the row stands, and never negative.
-
-The arrays of a cell table, the questions one can ask, and the few primitive changes.
-
-``cells.py`` states the invariants. Whatever changes ownership or positions keeps ``used``,
-``token_count``, ``_bound`` and the sequences' spans true; verbs are written in these steps only.
-
-Brute-force proof of the cell table's invariants; the numbers are those of ``cells.py``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,31 +42,22 @@ from kvcellar.cellsets import (
 from kvcellar.errors import InvariantError, OptionError, PositionError
 from kvcellar.types import MAX_POSITION, AnyArray, BoolArray, Int32Array, Int64Array, OwnerBits
 
+__all__ = ["CellTable", "Cells", "check_moved", "padded_n_kv"]
+
 _SCAN = 4096
 _EMPTY = (-1, 0, -1, 0)  # position, pending shift, token and owners of a free cell
 
 
-def padded_n_kv(cell_max: int, padding: int, size: int) -> int:
-    """How many cells attention looks at when those from ``cell_max`` on do not matter."""
-    return min(size, max(padding, -(-cell_max // padding) * padding))
+class CellTable:
+    """The metadata of ``size`` cells and of the sequences ``0 .. n_seq_max-1`` that own them.
 
+    The arrays may be read freely; only the verbs change them. ``head`` is where the next search
+    for free cells starts. ``reserved`` marks cells that may not be filled although they are free,
+    or become free later; None: there are none. ``shifted`` is False if no shift is pending.
 
-class SavedCells(NamedTuple):
-    """A table as it was; cells behind those of the arrays were free."""
-
-    arrays: tuple[AnyArray, ...]
-    head: int
-    used: int
-    token_count: int
-    shifted: bool
-    spans: list[Span]
-
-
-class CellState:
-    """Arrays over ``size`` cells, and what is derived from them for ``n_seq_max`` sequences.
-
-    ``reserved`` marks cells that may not be filled although they are free, or become free later;
-    None: there are none.
+    Verbs and questions check ids and ranges; what caches build on takes them as they are. Either
+    keeps ``used``, ``token_count``, ``_bound`` and the sequences' spans true, and costs a few
+    passes over the cells that enclose its sequence.
     """
 
     def __init__(self, size: int, n_seq_max: int) -> None:
@@ -88,14 +71,14 @@ class CellState:
         self.tokens: Int32Array = np.full(size, -1, np.int32)
         self.owners: OwnerBits = np.zeros((owner_words(n_seq_max), size), np.uint64)
         self.reserved: BoolArray | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.head = 0
         self.used = 0
         self.token_count = 0
         self._bound = 0  # cells from here on are free
-        self._shifted = False  # whether a pending shift may differ from 0
+        self.shifted = False  # whether a pending shift may differ from 0
         self._spans = [Span() for _ in range(self.n_seq_max)]
 
     # -- questions
@@ -126,17 +109,26 @@ class CellState:
         used: BoolArray = self.positions[lo:hi] >= 0
         return used if self.reserved is None else used | self.reserved[lo:hi]
 
+    def span(self, seq_id: int) -> Span:
+        """A sequence's count of cells, smallest and largest position (-1 when it is empty)."""
+        if type(seq_id) is not int or not 0 <= seq_id < self.n_seq_max:
+            seq_id = checked_id(seq_id, self.n_seq_max)
+        span = self._spans[seq_id]
+        if not span.fresh:
+            span = self._spans[seq_id] = Span.measure(self._owned(seq_id), self.positions)
+        return span
+
     def seq_count(self, seq_id: int) -> int:
         """How many cells a sequence owns."""
-        return self._known(self.checked(seq_id)).count
+        return self.span(seq_id).count
 
     def seq_pos_min(self, seq_id: int) -> int:
         """The smallest position of a sequence, -1 when it is empty."""
-        return self._known(self.checked(seq_id)).pos_min
+        return self.span(seq_id).pos_min
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position of a sequence, -1 when it is empty."""
-        return self._known(self.checked(seq_id)).pos_max
+        return self.span(seq_id).pos_max
 
     def owners_of(self, cell: int) -> tuple[int, ...]:
         """The sequences that own a cell, ascending."""
@@ -144,7 +136,7 @@ class CellState:
 
     def cells_of(self, seq_id: int) -> Int64Array:
         """The cells of a sequence in the order of their positions."""
-        cells = cell_numbers(self.select(seq_id))
+        cells = cell_numbers(self._owned(self.checked(seq_id)))
         return cells[np.argsort(self.positions[cells], kind="stable")]
 
     def tokens_of(self, seq_id: int) -> Int32Array:
@@ -153,7 +145,7 @@ class CellState:
 
     def select(self, seq_id: int, p0: int = -1, p1: int = -1) -> Cells:
         """The cells of a sequence with positions in the range, by ascending cell number."""
-        return self._select(self.checked(seq_id), *clamp_range(p0, p1))
+        return self.cells_between(self.checked(seq_id), *clamp_range(p0, p1))
 
     def shared(self, cells: Cells) -> Cells:
         """Those of the cells that have more than one owner."""
@@ -163,194 +155,15 @@ class CellState:
         many = (bits & (bits - np.uint64(1))).any(axis=0)  # a word with two bits or more
         return cells_where(cells, many | (np.count_nonzero(bits, axis=0) > 1))
 
-    def pending_cells(self) -> Int64Array:
-        """The cells whose K row waits to be rotated."""
-        return np.flatnonzero(self.pending[: self._bound if self._shifted else 0])
-
     def checked(self, seq_id: int) -> int:
         """The id as an int.
 
         Raises:
             SequenceIdError: it is outside ``[0, n_seq_max)``.
         """
+        if type(seq_id) is int and 0 <= seq_id < self.n_seq_max:
+            return seq_id
         return checked_id(seq_id, self.n_seq_max)
-
-    def check(self) -> None:
-        """Prove invariants 1 to 4 by brute force.
-
-        Raises:
-            InvariantError: one does not hold; the message cites its number.
-        """
-        check_cells(self, self._bound, self._shifted, self._spans)
-
-    # -- as a whole
-
-    def save(self) -> SavedCells:
-        """The state of all cells and sequences, for :meth:`load`."""
-        n = self.cell_max()
-        arrays = tuple(array[..., :n].copy() for array in self._arrays())
-        spans = [replace(span) for span in self._spans]
-        return SavedCells(arrays, self.head, self.used, self.token_count, self._shifted, spans)
-
-    def load(self, saved: SavedCells) -> None:
-        """Be as when it was saved; the size may not have changed since."""
-        n, top = saved.arrays[0].shape[-1], self._bound
-        for array, values, empty in zip(self._arrays(), saved.arrays, _EMPTY, strict=True):
-            array[..., :n] = values
-            array[..., n:top] = empty
-        self._bound = n
-        self.head, self.used, self.token_count = saved.head, saved.used, saved.token_count
-        self._shifted = saved.shifted
-        self._spans = [replace(span) for span in saved.spans]
-
-    def resize(self, size: int) -> None:
-        """Have so many cells; those that go must be free. A head that goes with them is 0."""
-        if self.cell_max() > size:
-            raise InvariantError(f"cell {self.cell_max() - 1} is used and cannot go")
-        for seq in range(self.n_seq_max):
-            self._known(seq)  # bounds that are not exact could reach beyond the end
-        kept = min(size, self.size)
-        grown = []
-        for array, empty in zip(self._arrays(), _EMPTY, strict=True):
-            new = np.full((*array.shape[:-1], size), empty, array.dtype)
-            new[..., :kept] = array[..., :kept]
-            grown.append(new)
-        self.positions, self.pending, self.tokens, self.owners = grown
-        self.size = size
-        self.head = self.head if self.head < size else 0
-
-    def _arrays(self) -> tuple[AnyArray, ...]:
-        return self.positions, self.pending, self.tokens, self.owners
-
-    # -- steps
-
-    def _mine(self, seq: int) -> Cells:
-        """All cells of a sequence, ascending; remembered until it loses some."""
-        span = self._spans[seq]
-        cells = span.candidates()
-        if not span.exact:
-            words = self.owners[seq >> 6][cells]
-            cells = cells_where(cells, np.not_equal(words & np.uint64(1 << (seq & 63)), 0))
-            span.know(cells)
-        return cells
-
-    def _select(self, seq: int, p0: int, p1: int) -> Cells:
-        span, cells = self._spans[seq], self._mine(seq)
-        low, high = (span.pos_min, span.pos_max) if span.fresh else (0, MAX_POSITION - 1)
-        if p0 <= low and high < p1:
-            return cells
-        at = self.positions[cells]
-        mask = at >= p0
-        if p1 <= high:
-            mask &= at < p1
-        return cells_where(cells, mask)
-
-    def _known(self, seq: int) -> Span:
-        span = self._spans[seq]
-        if not span.fresh:
-            span = self._spans[seq] = Span.measure(self._mine(seq), self.positions)
-        return span
-
-    def _owners_among(self, cells: Cells) -> list[int]:
-        found = []
-        for i, words in enumerate(self.owners):
-            bits = int(np.bitwise_or.reduce(words[cells]))
-            while bits:
-                found.append(64 * i + (bits & -bits).bit_length() - 1)
-                bits &= bits - 1
-        return found
-
-    def _shift(self, seq: int, cells: Cells, at: Int32Array, change: int | Int32Array) -> None:
-        """Move cells of a sequence, which stand ``at`` these positions, for all of their owners."""
-        if cell_count(cells):
-            self.positions[cells] = at + change
-            self.pending[cells] += change
-            self._shifted = True
-            for owner in [seq] if self.used == self.token_count else self._owners_among(cells):
-                self._spans[owner].fresh = False
-
-    def _drop(self, seq: int, cells: Cells) -> Cells:
-        n = cell_count(cells)
-        if n == 0:
-            return NO_CELLS
-        unshared = self.token_count == self.used
-        self.token_count -= n
-        span = self._spans[seq]
-        if span.fresh and n == span.count:
-            self._spans[seq] = Span()
-        span.doubt()
-        freed = cells
-        if not unshared:
-            self.owners[seq >> 6][cells] &= ~np.uint64(1 << (seq & 63))
-            parts = [words[cells] == 0 for words in self.owners]
-            freed = cells_where(cells, np.logical_and.reduce(parts))
-        self._wipe(freed)
-        return freed
-
-    def _free(self, cells: Cells) -> None:
-        if cell_count(cells):
-            for seq in self._owners_among(cells):
-                self._spans[seq].doubt()
-            unshared = self.token_count == self.used
-            n = cell_count(cells) if unshared else count_owners(self.owners[:, cells])
-            self.token_count -= n
-            self._wipe(cells)
-
-    def _wipe(self, cells: Cells) -> None:
-        self.positions[cells] = -1
-        if self._shifted:
-            self.pending[cells] = 0
-        self.tokens[cells] = -1
-        for words in self.owners:
-            words[cells] = 0
-        self.used -= cell_count(cells)
-
-
-def _require(number: int, holds: object, what: str) -> None:
-    if not holds:
-        raise InvariantError(f"invariant {number} is broken: {what}")
-
-
-def check_cells(table: CellState, bound: int, shifted: bool, spans: Sequence[Span]) -> None:
-    """Raise InvariantError unless the table and what it derives agree."""
-    arrays: list[AnyArray] = [table.positions, table.pending, table.tokens, table.owners]
-    arrays += [] if table.reserved is None else [table.reserved]
-    owned = np.asarray(table.owners.any(axis=0), np.bool_)
-    free = ~owned
-    _require(1, (table.positions[free] == -1).all(), "a free cell has a position")
-    _require(1, (table.pending[free] == 0).all(), "a free cell has a pending shift")
-    _require(1, (table.tokens[free] == -1).all(), "a free cell has a token")
-    _require(1, (table.positions[owned] >= 0).all(), "an owned cell has no position")
-    rows, seq_ids = unpack_owners(table.owners)
-    n_used = int(owned.sum())
-    _require(2, table.used == n_used, f"used is {table.used}, {n_used} cells are owned")
-    _require(2, table.token_count == len(rows), f"token_count is not {len(rows)}")
-    _require(2, not owned[bound:].any(), f"a cell at or behind {bound} is owned")
-    _require(2, 0 <= table.head < table.size, f"head is {table.head}")
-    _require(2, all(array.shape[-1] == table.size for array in arrays), "an array is too short")
-    stands = table.positions[owned].astype(np.int64) - table.pending[owned]
-    _require(4, (stands >= 0).all(), "a K row stands at a negative position")
-    _require(4, shifted or not table.pending.any(), "a pending shift would be overlooked")
-    _require(3, (seq_ids < table.n_seq_max).all(), "a cell is owned by an unknown sequence")
-    for seq, span in enumerate(spans):
-        cells = rows[seq_ids == seq]
-        fits = not len(cells) or (span.lo <= cells[0] and cells[-1] < span.hi)
-        fits = fits and bool(np.isin(cells, near := cell_numbers(span.candidates())).all())
-        fits = fits and not (span.exact and len(near) > len(cells))
-        _require(3, fits, f"cells of sequence {seq} lie outside {span}")
-        exact = Span.measure(cells, table.positions)
-        _require(3, not span.fresh or span == exact, f"sequence {seq} is {exact}, not {span}")
-
-
-__all__ = ["CellTable", "Cells", "check_moved", "padded_n_kv"]
-
-
-class CellTable(CellState):
-    """The metadata of ``size`` cells and of the sequences ``0 .. n_seq_max-1`` that own them.
-
-    The arrays may be read freely; only the verbs change them. ``head`` is where the next search
-    for free cells starts. A verb costs a few passes over the cells that enclose its sequence.
-    """
 
     # -- llama.cpp's verbs
 
@@ -363,7 +176,7 @@ class CellTable(CellState):
             self._free(freed)
         else:
             seq = self.checked(seq_id)
-            freed = self._drop(seq, self._select(seq, lo, hi))
+            freed = self.drop(seq, self.cells_between(seq, lo, hi))
         if cell_count(freed):
             self.head = min(self.head, cell_bounds(freed)[0])
         return True
@@ -375,18 +188,18 @@ class CellTable(CellState):
         self.head = 0
         if a == b or hi <= lo:
             return
-        self._drop(b, self._select(b, lo, hi))
-        cells = self._select(a, lo, hi)
+        self.drop(b, self.cells_between(b, lo, hi))
+        cells = self.cells_between(a, lo, hi)
         if n := cell_count(cells):
             self.owners[b >> 6][cells] |= np.uint64(1 << (b & 63))
             self.token_count += n
-            self._spans[b].add(cells, self.positions)
+            self._spans[b].add(cells, self.positions[cells])
 
     def seq_keep(self, seq_id: int) -> None:
         """Free every cell that the sequence does not own and make it the only owner of the rest."""
         seq = self.checked(seq_id)
-        cells = self._select(seq, 0, MAX_POSITION)
-        span, shifted, head = self._known(seq), self._shifted, self.head
+        cells = self.cells_between(seq, 0, MAX_POSITION)
+        span, shifted, head = self.span(seq), self.shifted, self.head
         arrays = (self.positions, self.pending, self.tokens)
         kept = [array[cells].copy() for array in arrays]
         self.clear()
@@ -394,7 +207,7 @@ class CellTable(CellState):
             array[cells] = values
         self.owners[seq >> 6][cells] = np.uint64(1 << (seq & 63))
         self.used = self.token_count = span.count
-        self._bound, self._shifted, self._spans[seq] = span.hi, shifted, span
+        self._bound, self.shifted, self._spans[seq] = span.hi, shifted, span
         self.head = min(head, first_gap(cells))
 
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
@@ -407,14 +220,14 @@ class CellTable(CellState):
         seq, delta = self.checked(seq_id), operator.index(delta)
         if hi <= lo:
             return
-        cells, dead = self._select(seq, lo, hi), NO_CELLS
+        cells, dead = self.cells_between(seq, lo, hi), NO_CELLS
         if cell_count(cells) and delta:
             at = self.positions[cells]
             check_moved(at, delta)
             if int(at.min()) + delta < 0:
                 dead, cells = cells_where(cells, at < -delta), cells_where(cells, at >= -delta)
                 at = self.positions[cells]
-            self._shift(seq, cells, at, delta)
+            self.shift(seq, cells, at, delta)
             self._free(dead)
         self.head = cell_bounds(dead)[0] if cell_count(dead) else 0
 
@@ -423,10 +236,10 @@ class CellTable(CellState):
         if d < 1:
             raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
         seq = self.checked(seq_id)
-        cells = self._select(seq, *clamp_range(p0, p1))
+        cells = self.cells_between(seq, *clamp_range(p0, p1))
         if cell_count(cells) and d > 1:
             at = self.positions[cells]
-            self._shift(seq, cells, at, at // np.int32(min(d, MAX_POSITION)) - at)
+            self.shift(seq, cells, at, at // np.int32(min(d, MAX_POSITION)) - at)
 
     def clear(self) -> None:
         """Free every cell; nothing is pending and head is 0."""
@@ -434,9 +247,31 @@ class CellTable(CellState):
         self.pending.fill(0)
         self.tokens.fill(-1)
         self.owners.fill(0)
-        self._forget()
+        self._reset()
 
-    # -- what caches build on
+    # -- what caches build on: ids and ranges are checked already
+
+    def cells_between(self, seq: int, lo: int, hi: int) -> Cells:
+        """The cells of a sequence with positions from lo to before hi, ascending."""
+        span, cells = self._spans[seq], self._owned(seq)
+        low, high = (span.pos_min, span.pos_max) if span.fresh else (0, MAX_POSITION - 1)
+        if lo <= low and high < hi:
+            return cells
+        at = self.positions[cells]
+        mask = at >= lo
+        if hi <= high:
+            mask &= at < hi
+        return cells_where(cells, mask)
+
+    def pending_cells(self) -> Int64Array:
+        """The cells whose K row waits to be rotated."""
+        return np.flatnonzero(self.pending[: self._bound])
+
+    def settle(self) -> None:
+        """Forget pending shifts: the K rows stand at their positions now."""
+        if self.shifted:
+            self.pending[: self._bound] = 0
+            self.shifted = False
 
     def place(
         self,
@@ -447,7 +282,7 @@ class CellTable(CellState):
         pending: int = 0,
     ) -> None:
         """Put tokens into free cells, K rows ``pending`` before them; head stays where it is."""
-        at = as_cells(cells)
+        n, at = len(cells), as_cells(cells)
         is_taken = (self.positions[at] >= 0).any()
         if is_taken or (self.reserved is not None and self.reserved[at].any()):
             raise InvariantError(f"cells {cells.tolist()} are to be filled but not all are free")
@@ -456,21 +291,54 @@ class CellTable(CellState):
         if tokens is not None:
             self.tokens[at] = tokens
         self.pending[at] = pending
-        self._shifted |= pending != 0
-        self.used += len(cells)
-        self._bound = max(self._bound, cell_bounds(at)[1])
+        self.shifted |= pending != 0
+        self.used += n
+        self._bound = max(self._bound, at.stop if isinstance(at, slice) else int(at.max()) + 1)
         rows, seq_ids = unpack_owners(owners)
         self.token_count += len(rows)
         for seq, mine in group_rows(rows, seq_ids):
-            self._spans[seq].add(as_cells(cells[mine]), self.positions)
+            if len(mine) == n:  # the only owner, or one of all cells
+                self._spans[seq].add(at, positions)
+            else:
+                self._spans[seq].add(as_cells(cells[mine]), positions[mine])
 
     def release(self, cells: Int64Array) -> None:
-        """Free exactly these cells, whoever owns them; head stays where it is."""
+        """Free exactly these cells, for all owners; head stays where it is."""
         if len(cells):
             self._free(as_cells(cells))
 
+    def drop(self, seq: int, cells: Cells) -> Cells:
+        """Drop a sequence from cells that it owns; returns those freed by that. Head stays."""
+        n = cell_count(cells)
+        if n == 0:
+            return NO_CELLS
+        unshared = self.token_count == self.used
+        self.token_count -= n
+        span = self._spans[seq]
+        if span.fresh and n == span.count:
+            self._spans[seq] = Span()
+        else:
+            span.invalidate()
+        if not unshared:
+            self.owners[seq >> 6][cells] &= ~np.uint64(1 << (seq & 63))
+            left = self.owners[0][cells]
+            for words in self.owners[1:]:
+                left = left | words[cells]
+            cells = cells_where(cells, np.equal(left, 0))
+        self._wipe(cells)
+        return cells
+
+    def shift(self, seq: int, cells: Cells, at: Int32Array, change: int | Int32Array) -> None:
+        """Move cells of a sequence, which stand ``at`` these positions, for all of their owners."""
+        if len(at):
+            self.positions[cells] = at + change
+            self.pending[cells] += change
+            self.shifted = True
+            for owner in [seq] if self.used == self.token_count else self._owners_among(cells):
+                self._spans[owner].fresh = False
+
     def move(self, src: Int64Array, dst: Int64Array) -> None:
-        """Let free cells dst take the place of used cells src; no cell may be in both."""
+        """Put free cells dst in the place of used cells src; no cell may be in both."""
         for array in (self.positions, self.pending, self.tokens, *self.owners):
             array[dst] = array[src]
         for seq in self._owners_among(dst):
@@ -479,25 +347,142 @@ class CellTable(CellState):
         self._bound = max(self._bound, cell_bounds(dst)[1])
         self._wipe(src)
 
-    def split(self, seq_id: int, src: Int64Array, dst: Int64Array) -> None:
-        """Let a sequence own free cells dst instead of the cells src that it shares."""
-        seq = self.checked(seq_id)
-        at, pending, tokens = (a[src] for a in (self.positions, self.pending, self.tokens))
+    def split(self, seq: int, src: Int64Array, dst: Int64Array) -> None:
+        """Give a sequence free cells dst in place of the cells src that it shares."""
+        at, pending, tokens = self.positions[src], self.pending[src], self.tokens[src]
         bits = np.zeros((len(self.owners), len(src)), np.uint64)
         bits[seq >> 6] = 1 << (seq & 63)
-        self._drop(seq, src)
+        self.drop(seq, src)
         self.place(dst, at, bits, tokens)
         self.pending[dst] = pending
 
-    def disown(self, seq_id: int, cells: Cells) -> None:
-        """Drop a sequence from cells that it owns; ownerless ones are freed, head stays."""
-        self._drop(self.checked(seq_id), cells)
+    # -- as a whole
 
-    def settle(self) -> None:
-        """Forget pending shifts: the K rows stand at their positions now."""
-        if self._shifted:
-            self.pending[: self._bound] = 0
-            self._shifted = False
+    def save(self) -> SavedCells:
+        """The state of all cells and sequences, for :meth:`load`."""
+        n = self.cell_max()
+        arrays = tuple([array[..., :n].copy() for array in self._arrays()])
+        spans = [replace(span) for span in self._spans]
+        return SavedCells(arrays, self.head, self.used, self.token_count, self.shifted, spans)
+
+    def load(self, saved: SavedCells) -> None:
+        """Restore what :meth:`save` returned; the size may not have changed since."""
+        n, top = saved.arrays[0].shape[-1], self._bound
+        for array, values, empty in zip(self._arrays(), saved.arrays, _EMPTY, strict=True):
+            array[..., :n] = values
+            array[..., n:top] = empty
+        self._bound = n
+        self.head, self.used, self.token_count = saved.head, saved.used, saved.token_count
+        self.shifted = saved.shifted
+        self._spans = [replace(span) for span in saved.spans]
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` cells; those that go must be free. A head that goes with them is 0."""
+        if self.cell_max() > size:
+            raise InvariantError(f"cell {self.cell_max() - 1} is used and cannot go")
+        for seq in range(self.n_seq_max):
+            self.span(seq)  # bounds that are not exact could reach beyond the end
+        kept = min(size, self.size)
+        grown = []
+        for array, empty in zip(self._arrays(), _EMPTY, strict=True):
+            new = np.full((*array.shape[:-1], size), empty, array.dtype)
+            new[..., :kept] = array[..., :kept]
+            grown.append(new)
+        self.positions, self.pending, self.tokens, self.owners = grown
+        self.size = size
+        self.head = self.head if self.head < size else 0
+
+    def check(self) -> None:
+        """Prove invariants 1 to 4 by brute force.
+
+        Raises:
+            InvariantError: one does not hold; the message cites its number.
+        """
+        arrays: list[AnyArray] = [self.positions, self.pending, self.tokens, self.owners]
+        arrays += [] if self.reserved is None else [self.reserved]
+        owned = np.asarray(self.owners.any(axis=0), np.bool_)
+        free = ~owned
+        _require(1, (self.positions[free] == -1).all(), "a free cell has a position")
+        _require(1, (self.pending[free] == 0).all(), "a free cell has a pending shift")
+        _require(1, (self.tokens[free] == -1).all(), "a free cell has a token")
+        _require(1, (self.positions[owned] >= 0).all(), "an owned cell has no position")
+        rows, seq_ids = unpack_owners(self.owners)
+        n_used = int(owned.sum())
+        _require(2, self.used == n_used, f"used is {self.used}, {n_used} cells are owned")
+        _require(2, self.token_count == len(rows), f"token_count is not {len(rows)}")
+        _require(2, not owned[self._bound :].any(), f"a cell at or behind {self._bound} is owned")
+        _require(2, 0 <= self.head < self.size, f"head is {self.head}")
+        _require(2, all(array.shape[-1] == self.size for array in arrays), "an array is too short")
+        stands = self.positions[owned].astype(np.int64) - self.pending[owned]
+        _require(4, (stands >= 0).all(), "a K row stands at a negative position")
+        _require(4, self.shifted or not self.pending.any(), "a pending shift would be overlooked")
+        _require(3, (seq_ids < self.n_seq_max).all(), "a cell is owned by an unknown sequence")
+        for seq, span in enumerate(self._spans):
+            cells = rows[seq_ids == seq]
+            fits = not len(cells) or (span.lo <= cells[0] and cells[-1] < span.hi)
+            fits = fits and bool(np.isin(cells, near := cell_numbers(span.candidates())).all())
+            fits = fits and not (span.exact and len(near) > len(cells))
+            _require(3, fits, f"cells of sequence {seq} lie outside {span}")
+            exact = Span.measure(cells, self.positions)
+            _require(3, not span.fresh or span == exact, f"sequence {seq} is {exact}, not {span}")
+
+    # -- steps
+
+    def _arrays(self) -> tuple[AnyArray, ...]:
+        return self.positions, self.pending, self.tokens, self.owners
+
+    def _owned(self, seq: int) -> Cells:
+        """All cells of a sequence, ascending; remembered until it loses some."""
+        span = self._spans[seq]
+        cells = span.candidates()
+        if not span.exact:
+            words = self.owners[seq >> 6][cells]
+            cells = cells_where(cells, np.not_equal(words & np.uint64(1 << (seq & 63)), 0))
+            span.set_exact(cells)
+        return cells
+
+    def _owners_among(self, cells: Cells) -> list[int]:
+        found = []
+        for i, words in enumerate(self.owners):
+            bits = int(np.bitwise_or.reduce(words[cells]))
+            while bits:
+                found.append(64 * i + (bits & -bits).bit_length() - 1)
+                bits &= bits - 1
+        return found
+
+    def _free(self, cells: Cells) -> None:
+        n = cell_count(cells)
+        if n:
+            for seq in self._owners_among(cells):
+                self._spans[seq].invalidate()
+            unshared = self.token_count == self.used
+            self.token_count -= n if unshared else count_owners(self.owners[:, cells])
+            self._wipe(cells)
+
+    def _wipe(self, cells: Cells) -> None:
+        self.positions[cells] = -1
+        if self.shifted:
+            self.pending[cells] = 0
+        self.tokens[cells] = -1
+        for words in self.owners:
+            words[cells] = 0
+        self.used -= cell_count(cells)
+
+
+class SavedCells(NamedTuple):
+    """A table as it was; cells behind those of the arrays were free."""
+
+    arrays: tuple[AnyArray, ...]
+    head: int
+    used: int
+    token_count: int
+    shifted: bool
+    spans: list[Span]
+
+
+def padded_n_kv(cell_max: int, padding: int, size: int) -> int:
+    """How many cells attention looks at when those from ``cell_max`` on do not matter."""
+    return min(size, max(padding, -(-cell_max // padding) * padding))
 
 
 def check_moved(at: Int32Array, delta: int) -> None:
@@ -507,3 +492,8 @@ def check_moved(at: Int32Array, delta: int) -> None:
             f"seq_add by {delta} would move position {top} to {top + delta}; "
             f"positions must stay below {MAX_POSITION}"
         )
+
+
+def _require(number: int, holds: object, what: str) -> None:
+    if not holds:
+        raise InvariantError(f"invariant {number} is broken: {what}")

@@ -1,15 +1,13 @@
 """Sets of cells.
 
 A set is a slice where its cells are neighbours, which makes everything done with it cheap, and an
-array of distinct cell numbers where they are not. Ranges of positions are half open.
-
-What a table remembers of a sequence, so that verbs need not look at the cells of others.
+array of distinct cell numbers where they are not. A :class:`Span` is what a table remembers of a
+sequence, so that verbs need not look at the cells of others.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,103 +16,12 @@ import numpy as np
 from kvcellar.errors import OptionError, SequenceIdError
 from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array, OwnerBits
 
-_MAX_RECENT = 64
-_BITS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)
-
-
-@dataclass(slots=True)
-class Span:
-    """What is known of a sequence without a scan.
-
-    Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
-    neighbours, those of ``near`` (ascending) and of ``recent``. While ``exact``, every candidate
-    is its own. ``count``, ``pos_min`` and ``pos_max`` hold while ``fresh``; then the candidates
-    are exact too, and the bounds as tight as can be.
-
-    Arrays and tuples are never changed in place, so a shallow copy is a copy.
-    """
-
-    lo: int = 0
-    hi: int = 0
-    fresh: bool = True
-    count: int = 0
-    pos_min: int = -1
-    pos_max: int = -1
-    near: Int64Array | None = field(default=None, compare=False)
-    recent: tuple[Cells, ...] = field(default=(), compare=False)
-    exact: bool = field(default=True, compare=False)
-
-    @classmethod
-    def measure(cls, cells: Cells, positions: Int32Array) -> Span:
-        """The span of a sequence that owns exactly these cells, ascending."""
-        n = cell_count(cells)
-        if n == 0:
-            return cls()
-        at = positions[cells]
-        near = None if isinstance(cells, slice) else cells
-        return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()), near)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the sequence is known to own every cell within its bounds."""
-        return self.exact and self.near is None
-
-    def candidates(self) -> Cells:
-        """Cells among which all of the sequence's are, ascending."""
-        if self.near is None:
-            return slice(self.lo, self.hi)
-        if self.recent:
-            new = ascending(np.concatenate([cell_numbers(cells) for cells in self.recent]))
-            start = int(np.searchsorted(self.near, new[0]))
-            if start < len(self.near):
-                new = np.union1d(self.near[start:], new)
-            self.near, self.recent = np.concatenate((self.near[:start], new)), ()
-        return self.near
-
-    def know(self, cells: Cells) -> None:
-        """These, ascending, are the sequence's cells."""
-        self.exact, self.recent = True, ()
-        if isinstance(cells, slice):
-            self.near, self.lo, self.hi = None, cells.start, cells.stop
-        else:
-            self.near = cells
-
-    def add(self, cells: Cells, positions: Int32Array) -> None:
-        """Take in cells that the sequence did not own before, at least one."""
-        at = positions[cells]
-        lowest, highest = int(at.min()), int(at.max())
-        self.count += cell_count(cells)
-        self.pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
-        self.pos_max = max(self.pos_max, highest)
-        self._include(cells)
-
-    def include(self, cells: Cells) -> None:
-        """Let these be candidates too; the rest is no longer known."""
-        self.doubt()
-        self._include(cells)
-
-    def doubt(self) -> None:
-        """Some candidates may not be the sequence's any more."""
-        self.fresh = self.exact = False
-
-    def _include(self, cells: Cells) -> None:
-        lo, hi = cell_bounds(cells)
-        if self.hi == 0:
-            self.lo, self.hi = lo, hi
-            self.near = None if isinstance(cells, slice) else ascending(cells)
-            return
-        if self.near is not None:
-            self.recent = (*self.recent, cells)
-            if len(self.recent) > _MAX_RECENT:
-                self.candidates()
-        elif self.exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
-            self.near, self.recent = cell_numbers(slice(self.lo, self.hi)), (cells,)
-        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
-
-
 Cells: TypeAlias = "slice[int, int, None] | Int64Array"
 
 NO_CELLS: Cells = slice(0, 0)
+
+_MAX_APPENDED = 64  # sets of cells that are put in order at once
+_BITS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)
 
 
 def cell_count(cells: Cells) -> int:
@@ -188,17 +95,14 @@ def clamp_range(p0: int, p1: int) -> tuple[int, int]:
     return max(p0, 0), MAX_POSITION if p1 < 0 else min(p1, MAX_POSITION)
 
 
-def group_rows(rows: Int64Array, seq_ids: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+def group_rows(rows: Int64Array, seq_ids: Int64Array) -> list[tuple[int, Int64Array]]:
     """For each sequence among (row, sequence) pairs: its id, and its rows in their order."""
     if len(seq_ids) == 1 or (seq_ids == seq_ids[0]).all():
-        yield int(seq_ids[0]), rows
-        return
+        return [(int(seq_ids[0]), rows)]
     order = np.argsort(seq_ids, kind="stable")
-    ends = np.append(np.flatnonzero(np.diff(seq_ids[order])) + 1, len(order))
-    start = 0
-    for end in ends.tolist():
-        yield int(seq_ids[order[start]]), rows[order[start:end]]
-        start = end
+    starts = [0, *(np.flatnonzero(np.diff(seq_ids[order])) + 1).tolist()]
+    ends = [*starts[1:], len(order)]
+    return [(int(seq_ids[order[i]]), rows[order[i:j]]) for i, j in zip(starts, ends, strict=True)]
 
 
 def checked_id(seq_id: int, n_seq_max: int) -> int:
@@ -239,3 +143,87 @@ def count_owners(bits: OwnerBits) -> int:
     """How many owner bits are set in all."""
     octets = np.ascontiguousarray(bits).view(np.uint8)
     return int(_BITS_SET[octets].sum(dtype=np.int64))
+
+
+@dataclass(slots=True)
+class Span:
+    """What is known of a sequence without a scan.
+
+    Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
+    neighbours, those of ``cells`` (ascending) and of ``appended``. While ``exact``, every candidate
+    is its own. ``count``, ``pos_min`` and ``pos_max`` hold while ``fresh``; then the candidates
+    are exact too, and the bounds as tight as can be.
+
+    Arrays and tuples are never changed in place, so a shallow copy is a copy.
+    """
+
+    lo: int = 0
+    hi: int = 0
+    fresh: bool = True
+    count: int = 0
+    pos_min: int = -1
+    pos_max: int = -1
+    cells: Int64Array | None = field(default=None, compare=False)
+    appended: tuple[Cells, ...] = field(default=(), compare=False)
+    exact: bool = field(default=True, compare=False)
+
+    @classmethod
+    def measure(cls, cells: Cells, positions: Int32Array) -> Span:
+        """The span of a sequence that owns exactly these cells, ascending."""
+        n = cell_count(cells)
+        if n == 0:
+            return cls()
+        at = positions[cells]
+        numbers = None if isinstance(cells, slice) else cells
+        return cls(*cell_bounds(cells), True, n, int(at.min()), int(at.max()), numbers)
+
+    def candidates(self) -> Cells:
+        """Cells among which all of the sequence's are, ascending."""
+        if self.cells is None:
+            return slice(self.lo, self.hi)
+        if self.appended:
+            new = ascending(np.concatenate([cell_numbers(cells) for cells in self.appended]))
+            start = int(np.searchsorted(self.cells, new[0]))
+            if start < len(self.cells):
+                new = np.union1d(self.cells[start:], new)
+            self.cells, self.appended = np.concatenate((self.cells[:start], new)), ()
+        return self.cells
+
+    def set_exact(self, cells: Cells) -> None:
+        """Take these, ascending, for all of the sequence's cells."""
+        self.exact, self.appended = True, ()
+        if isinstance(cells, slice):
+            self.cells, self.lo, self.hi = None, cells.start, cells.stop
+        else:
+            self.cells = cells
+
+    def add(self, cells: Cells, at: Int32Array) -> None:
+        """Take in cells at these positions that the sequence did not own before, at least one."""
+        lowest, highest = int(at.min()), int(at.max())
+        self.count += len(at)
+        self.pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
+        self.pos_max = max(self.pos_max, highest)
+        self._include(cells)
+
+    def include(self, cells: Cells) -> None:
+        """Take in further candidates; which are the sequence's is no longer known."""
+        self.invalidate()
+        self._include(cells)
+
+    def invalidate(self) -> None:
+        """Stop trusting what was known: the sequence has lost or moved cells."""
+        self.fresh = self.exact = False
+
+    def _include(self, cells: Cells) -> None:
+        lo, hi = cell_bounds(cells)
+        if self.hi == 0:
+            self.lo, self.hi = lo, hi
+            self.cells = None if isinstance(cells, slice) else ascending(cells)
+            return
+        if self.cells is not None:
+            self.appended = (*self.appended, cells)
+            if len(self.appended) > _MAX_APPENDED:
+                self.candidates()
+        elif self.exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
+            self.cells, self.appended = cell_numbers(slice(self.lo, self.hi)), (cells,)
+        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)

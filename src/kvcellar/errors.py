@@ -1,4 +1,4 @@
-"""Every error that kvcellar raises on purpose.
+"""Every error that kvcellar raises on purpose, and the check of an argument's range.
 
 One base to catch, :class:`KVCellarError`; the tree below is the whole of it. An operation that
 raises one of these has changed nothing (invariant 5), unless its docstring says otherwise.
@@ -32,6 +32,8 @@ raises one of these has changed nothing (invariant 5), unless its docstring says
 """
 
 from __future__ import annotations
+
+import operator
 
 
 class KVCellarError(Exception):
@@ -165,3 +167,18 @@ class StoreError(SnapshotError):
 
 class ClosedError(KVCellarError):
     """A model, context, sequence or store was used after it was closed."""
+
+
+def check_range(name: str, value: int, low: int, high: int) -> int:
+    """Return an argument as an int in ``[low, high]``.
+
+    Raises:
+        OptionError: it is not a whole number, or outside the range.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise OptionError(f"{name}={value!r}: must be a whole number") from None
+    if isinstance(value, bool) or not low <= number <= high:
+        raise OptionError(f"{name}={value!r}: must be in [{low}, {high}]")
+    return number

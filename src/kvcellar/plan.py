@@ -1,15 +1,11 @@
-"""What one decode touches: the pieces it is computed in, the cells each writes and may read.
+"""What one microbatch touches: the cells it writes, and those that each of its tokens may read.
 
-A :class:`MicroBatch` is what is computed at once; a :class:`Plan` adds where its K and V rows go
-and which cells each of its tokens may attend to. Plans are values: a backend needs nothing else.
-
-The ``split_*`` functions take the owners of a batch's rows and say which rows each microbatch has:
-every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows a microbatch.
-
-Which cells a token may attend to, as a mask or as lists; both say the same.
+A :class:`Plan` adds to a microbatch where its K and V rows go and which cells each of its tokens
+may attend to. Plans are values: a backend needs nothing else.
 
 A token may attend to a cell if they share an owner and the cell's position is not after its own,
-nor further back than the window, where there is one.
+nor further back than the window, where there is one. :func:`attention_mask` and
+:func:`cell_lists` say the same, as a mask or as lists.
 """
 
 from __future__ import annotations
@@ -75,9 +71,9 @@ class CellPlan:
 class StatePlan:
     """Where recurrent layers read and write.
 
-    The microbatch's tokens are those of sequence after sequence, equally many of each. Sequence i
+    The microbatch has equally many tokens per sequence, sequence after sequence. Sequence i
     starts from the state in row ``sources[i]`` and leaves its new one in row ``targets[i]``, a row
-    that nobody else refers to; the row behind the last (``n_rows``) is a state of zeros.
+    that nothing else refers to; the row behind the last (``n_rows``) is a state of zeros.
     """
 
     sources: Int32Array  # [n_seqs]
@@ -150,7 +146,7 @@ def attention_mask(
         out: where to build it, at least ``[n, n_kv]``; the result is then a view of this array.
         window: how many positions a token sees, its own included; 0: all.
     """
-    shape = (micro.n_tokens, len(positions))
+    shape = (len(micro.positions), len(positions))
     if out is None:
         out = np.empty(shape, np.float16)
     mask = out[: shape[0], : shape[1]]
@@ -176,7 +172,7 @@ def cell_lists(
     Tokens with the same owners share a list, of which each sees a stretch.
     """
     found: list[Int32Array] = []
-    starts, ends = np.empty((2, micro.n_tokens), np.int32)
+    starts, ends = np.empty((2, len(micro.positions)), np.int32)
     n = 0
     for rows, wanted in _owner_sets(micro.owners):
         cells, at = _by_position(np.flatnonzero(_owned(owners, wanted)), positions)

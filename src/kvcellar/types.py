@@ -1,12 +1,10 @@
-"""The nouns that every layer shares.
+"""Arrays, K/V types, what a model stores between decodes and how a context lays it out.
 
 Sizes are in elements unless a name ends in ``_bytes``. Positions, cells and token ids are plain
 ``int`` at the border and ``int32`` inside arrays; ranges are half open.
 
-What a model keeps between decodes, layer by layer, and how a context lays it out.
-
-Three kinds of memory: K and V of every token, K and V of the tokens in a window, and states that
-recurrent layers carry along. A layer may have more than one of them.
+There are three kinds of memory: K and V of every token, K and V of the tokens in a window, and
+states of recurrent layers. A layer may have more than one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,10 @@ MAX_POSITION = 2**31 - 1
 
 
 class KVType(Enum):
-    """A storage type of K or V rows, under its GGUF name."""
+    """A storage type of K or V rows: GGUF name, ggml's number, values and bytes of a block.
+
+    A new type begins with a line here; ``docs/adding-a-kv-type.md`` has the rest.
+    """
 
     F32 = ("f32", 0, 1, 4)
     F16 = ("f16", 1, 1, 2)
@@ -79,7 +80,7 @@ class KVType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How rows of K or V are stored: their type, and the size of the transform they lie under."""
+    """How rows of K or V are stored: their type, and the size of the transform applied before."""
 
     kind: KVType
     hadamard: int = 0
@@ -279,6 +280,11 @@ class MemorySpec:
     def single(cls, spec: CacheSpec) -> MemorySpec:
         """That of a model all of whose layers attend alike."""
         return cls((spec,), None, tuple(LayerPlace(0, i) for i in range(len(spec.layers))))
+
+    @property
+    def stores(self) -> tuple[CacheSpec | StateSpec, ...]:
+        """The shapes of all stores, that of the states last."""
+        return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def n_bytes(self) -> int:

@@ -172,7 +172,7 @@ def everything(cache: Cache) -> list[object]:
         if isinstance(part, AttentionCache):
             found.append(snapshot(part, only_used=True))
         if isinstance(part, SlidingCache):
-            found += [*part._room.evicted, *part._checkpoints.save()]
+            found += [*part._eviction.evicted, *part._checkpoints.save()]
         if isinstance(part, RecurrentCache):
             held = [one for one in part.states.of if one]
             rows = [row for one in held for row in sorted(one.rows)]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.runtime.llama_files import save_llama_file
+from kvcellar.runtime.context import save_llama_file
 from kvcellar.runtime.model import Model
-from kvcellar.snapshot.llama.layout import Generation
+from kvcellar.snapshot.llama.layout import FileGeneration
 from tests.cli.helpers import Invoke
 
 
 @pytest.mark.parametrize("generation", ["2025-01", "2026-10"])
 @pytest.mark.parametrize("kind", ["sequence", "session"])
 def test_what_a_file_holds(
-    invoke: Invoke, talker: Path, tmp_path: Path, generation: Generation, kind: str
+    invoke: Invoke, talker: Path, tmp_path: Path, generation: FileGeneration, kind: str
 ) -> None:
     path = tmp_path / "state.bin"
     with Model.from_gguf(talker, n_threads=1) as model, model.context(n_ctx=32) as context:

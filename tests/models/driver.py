@@ -12,7 +12,7 @@ import numpy as np
 from kvcellar.backends.numpy.model_file import NumpyModelFile
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from kvcellar.plan import Plan
 from kvcellar.testing.golden import nmse
@@ -24,7 +24,7 @@ class Grouped:
 
     def __init__(self, path: Path, kind: KVType = KVType.F16, size: int = 256) -> None:
         self._file = NumpyModelFile(path)
-        self.model: Architecture[Float32Array] = load_architecture(
+        self.model: Decoder[Float32Array] = load_architecture(
             self._file.metadata, self._file.weights
         )
         groups, states, places = group_layers(self.model.spec.layers)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvcellar.backends.numpy.model_file import NumpyModelFile
-from kvcellar.batch import Batch, MicroBatch, split_equal
+from kvcellar.batch import Batch, MicroBatch, micro_batches, split_equal
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.placement import micro_batch
 from kvcellar.cellsets import unpack_owners
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.testing.golden import nmse
@@ -32,7 +31,7 @@ class Recurrent:
 
     def __init__(self, path: Path, kind: KVType = KVType.F16, size: int = 256) -> None:
         file = self.file = NumpyModelFile(path)
-        self.model: Architecture[Float32Array] = load_architecture(file.metadata, file.weights)
+        self.model: Decoder[Float32Array] = load_architecture(file.metadata, file.weights)
         groups, states, places = group_layers(self.model.spec.layers)
         specs = tuple(CacheSpec(size, N_SEQ, layers, kind, kind) for layers in groups)
         spec = MemorySpec(specs, StateSpec(N_ROWS, N_SEQ, states), places)
@@ -45,7 +44,7 @@ class Recurrent:
     def decode(self, batch: Batch, n_ubatch: int = 512) -> Float32Array:
         """Logits of the rows that the batch wants, in their order."""
         rows = batch.resolve(N_SEQ, lambda seq_id: self._last.get(seq_id, -1))
-        micros = [micro_batch(rows, part) for part in split_equal(rows.owners, n_ubatch)]
+        micros = micro_batches(rows, split_equal(rows.owners, n_ubatch))
         placements = [cache.take(micros) for cache in self.caches]
         logits: dict[int, Float32Array] = {}
         for i, micro in enumerate(micros):

@@ -53,10 +53,11 @@ def test_it_is_an_example_only() -> None:
     assert "starcoder2" not in ARCHITECTURES
 
 
-def test_the_page_names_files_that_there_are() -> None:
-    root = Path(kvcellar.__file__).parent
-    names = re.findall(r"`(models/\w+\.py|backends/\w+\.py)`", PAGE.read_text())
-    assert len(names) > 8
+@pytest.mark.parametrize("page", ["adding-an-architecture.md", "adding-a-kv-type.md"])
+def test_the_pages_name_files_that_there_are(page: str) -> None:
+    root, path = Path(kvcellar.__file__).parent, PAGE.with_name(page)
+    names = re.findall(r"`((?:models|backends|snapshot|testing)/[\w/]+\.py)`", path.read_text())
+    assert len(names) > 5
     assert [name for name in names if not (root / name).is_file()] == []
-    tests = re.findall(r"`(tests/[\w/]+\.py)`", PAGE.read_text())
+    tests = re.findall(r"`(tests/[\w/]+\.py)`", path.read_text())
     assert [name for name in tests if not (PAGE.parents[1] / name).is_file()] == []

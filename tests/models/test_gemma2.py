@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.gemma2 import Gemma2
 from kvcellar.testing.uncached import uncached_logits
 from tests.models.tiny import load
@@ -24,7 +24,7 @@ def _logits(**edits: Any) -> Any:
     return uncached_logits(load("gemma2", **edits), TEXT)
 
 
-def _scale(model: Architecture[Any]) -> float:
+def _scale(model: Decoder[Any]) -> float:
     assert isinstance(model, Gemma2)
     return float(model._blocks[0].mixer.scale)  # type: ignore[attr-defined]
 

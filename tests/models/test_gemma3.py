@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError, UnsupportedModel
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.hparams import HyperParams
 from kvcellar.models.windows import read_windows
 from kvcellar.testing.plans import causal_plan
@@ -22,7 +22,7 @@ TEXT = list(range(12))
 class Given(UncachedOps):
     """Embeddings in place of tokens."""
 
-    def __init__(self, embeddings: Float32Array, model: Architecture[Any]) -> None:
+    def __init__(self, embeddings: Float32Array, model: Decoder[Any]) -> None:
         super().__init__(range(len(embeddings)), model.spec.layers)
         self.plan = causal_plan(None, n_kv=len(embeddings), embeddings=embeddings)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ModelFileError, UnsupportedModel
-from kvcellar.models.base import Architecture
-from kvcellar.models.blocks import Dense, Experts
+from kvcellar.models.blocks import Decoder, Dense, Experts
 from kvcellar.testing.uncached import uncached_logits
 from kvcellar.types import LayerMemory, LayerSpec, StateLayer
 from tests.models.tiny_recurrent import TINY_JAMBA, load
@@ -18,7 +17,7 @@ N_EXPERT = 3
 RECURRENT = LayerMemory(state=StateLayer(n_conv=3 * 16, n_ssm=16 * 4))
 
 
-def _with_experts(n_used: int = 2) -> Architecture[Any]:
+def _with_experts(n_used: int = 2) -> Decoder[Any]:
     """The last layer's feed-forward is a mixture of three that are alike."""
     tensors = TINY_JAMBA.random(
         ffn_gate_inp__weight=(N_EXPERT, 8),
@@ -56,7 +55,7 @@ def test_heads_must_fit_those_of_k_and_v(n_head: list[int]) -> None:
 
 
 def test_a_layer_with_a_router_is_a_mixture() -> None:
-    blocks = _with_experts()._blocks  # type: ignore[attr-defined]
+    blocks = _with_experts()._blocks
     assert isinstance(blocks[0].ffn, Dense)
     assert isinstance(blocks[1].ffn, Experts)
 

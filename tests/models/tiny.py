@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from kvcellar.types import Float32Array
 from tests.models.helpers import ShapeWeights
@@ -183,7 +183,7 @@ def tensors(arch: str, seed: int = 0) -> dict[str, Float32Array]:
     }
 
 
-def load(arch: str, more: Mapping[str, Any] | None = None, /, **edits: Any) -> Architecture[Any]:
+def load(arch: str, more: Mapping[str, Any] | None = None, /, **edits: Any) -> Decoder[Any]:
     """A family's model with ``more`` tensors (None drops one) and changed hyper-parameters."""
     found = {**tensors(arch), **(more or {})}
     weights = ShapeWeights({name: t for name, t in found.items() if t is not None})

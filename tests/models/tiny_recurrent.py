@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from tests.models.helpers import ShapeWeights
 
@@ -94,12 +94,12 @@ class Tiny:
             for name, x in drawn.items()
         }
 
-    def load(self, **changes: Any) -> Architecture[Any]:
+    def load(self, **changes: Any) -> Decoder[Any]:
         """The model, some of its keys changed."""
         return load(self.metadata(**changes), self.tensors())
 
 
-def load(metadata: dict[str, Any], tensors: dict[str, Any]) -> Architecture[Any]:
+def load(metadata: dict[str, Any], tensors: dict[str, Any]) -> Decoder[Any]:
     """The model that these describe."""
     return load_architecture(metadata, ShapeWeights(tensors))
 

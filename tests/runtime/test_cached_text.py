@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcellar.batch import Batch
 from kvcellar.cache import AttentionCache
+from kvcellar.cache.base import Cache
 from kvcellar.errors import CacheFull, NotSupported, OptionError, ShiftUnsupported
-from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
+from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState
 from kvcellar.runtime.options import ContextShift
 from kvcellar.testing.stores import SignatureStore
+from kvcellar.types import Int32Array
 from tests.cache.helpers import make, put, snapshot
 
 SIZE = 24
@@ -56,7 +58,45 @@ class Plain:
             self.text, self.self_extended_end = new, low + width // group
 
 
-def decode(text: CachedText, tokens: list[int]) -> None:
+class Edited:
+    """A text that is fetched for each question and edit, as a sequence does."""
+
+    def __init__(self, cache: Cache, seq_id: int) -> None:
+        self.cache = cache
+        self.seq_id = seq_id
+        self.state = TextState()
+
+    def fetch(self) -> CachedText:
+        return CachedText(self.cache, self.seq_id, self.state)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.fetch().tokens
+
+    @property
+    def positions(self) -> Int32Array:
+        return self.fetch().positions
+
+    @property
+    def end(self) -> int:
+        return self.fetch().end
+
+    def remove(self, start: int, stop: int, gap: Gap) -> PendingTokens:
+        return self._take(self.fetch().remove(start, stop, gap))
+
+    def go_back(self, n_left: int) -> PendingTokens:
+        return self._take(self.fetch().go_back(n_left))
+
+    def self_extend(self, group: int, width: int) -> None:
+        self._take(self.fetch().self_extend(group, width))
+
+    def _take(self, state: TextState) -> PendingTokens:
+        """Drop what would be computed again: what is decoded here comes from elsewhere."""
+        self.state = state._replace(pending=PendingTokens())
+        return state.pending
+
+
+def decode(text: Edited, tokens: list[int]) -> None:
     """Put tokens behind a text, each with itself as the content of its cell."""
     assert isinstance(text.cache, AttentionCache)
     store = text.cache.store
@@ -73,7 +113,7 @@ class Texts(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.cache, self.store = make(SIZE, 2)
-        self.texts = [CachedText(self.cache, 0), CachedText(self.cache, 1)]
+        self.texts = [Edited(self.cache, 0), Edited(self.cache, 1)]
         self.plain = [Plain(), Plain()]
         self.next_token = 100
 
@@ -105,7 +145,7 @@ class Texts(RuleBasedStateMachine):
     def shift(self, which: int, keep: int, discard: int | None) -> None:
         text, plain = self.texts[which], self.plain[which]
         try:
-            start, stop = text.shift_span(ContextShift(keep, discard), PendingTokens())
+            start, stop = text.fetch().shift_span(ContextShift(keep, discard))
         except OptionError:
             keep = min(keep, len(plain.text) - 2)
             behind = {at for _, at in plain.text[max(keep, 0) :]}
@@ -138,7 +178,8 @@ class Texts(RuleBasedStateMachine):
     @precondition(lambda self: not self.plain[1].text)
     @rule()
     def share(self) -> None:
-        self.texts[0].share_with(self.texts[1])
+        self.cache.seq_cp(0, 1)
+        self.texts[1].state = self.texts[0].state
         self.plain[1] = Plain(list(self.plain[0].text), self.plain[0].self_extended_end)
 
     @rule()
@@ -152,7 +193,7 @@ class Texts(RuleBasedStateMachine):
         for text, plain in zip(self.texts, self.plain, strict=True):
             assert text.tokens == [token for token, _ in plain.text]
             assert text.positions.tolist() == [at for _, at in plain.text]
-            assert (len(text), text.end) == (len(plain.text), plain.end)
+            assert (len(text.tokens), text.end) == (len(plain.text), plain.end)
             cells = self.cache.table.cells_of(text.seq_id)
             tokens, pending = (
                 a[cells] for a in (self.cache.table.tokens, self.cache.table.pending)
@@ -161,15 +202,12 @@ class Texts(RuleBasedStateMachine):
             assert self.store.rotation[cells].tolist() == (text.positions - pending).tolist()
 
     def unless_full(self, edit: object) -> bool:
-        before, self_extended = (
-            snapshot(self.cache),
-            [(t.self_extended, t.self_extended_end) for t in self.texts],
-        )
+        before, states = snapshot(self.cache), [text.state for text in self.texts]
         try:
             edit()  # type: ignore[operator]
         except CacheFull:
             assert snapshot(self.cache) == before
-            assert [(t.self_extended, t.self_extended_end) for t in self.texts] == self_extended
+            assert [text.state for text in self.texts] == states
             return False
         return True
 
@@ -178,15 +216,15 @@ Texts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, dead
 TestTextsFollowAPlainList = Texts.TestCase
 
 
-def filled(n: int, size: int = 16, **options: bool) -> tuple[CachedText, AttentionCache]:
+def filled(n: int, size: int = 16, **options: bool) -> tuple[Edited, AttentionCache]:
     cache, _ = make(size, 4, **options)  # type: ignore[arg-type]
     put(cache, 0, n)
-    return CachedText(cache, 0), cache
+    return Edited(cache, 0), cache
 
 
 def test_compaction_does_not_shuffle_tokens_that_share_a_position() -> None:
     cache, _ = make(16, 2)
-    a, b = CachedText(cache, 0), CachedText(cache, 1)
+    a, b = Edited(cache, 0), Edited(cache, 1)
     for i in range(4):
         decode(b, [200 + i])
         decode(a, [100 + i])
@@ -280,14 +318,15 @@ def test_room_is_free_cells_and_positions(
     n_tokens: int, n_max: int, span: tuple[int, int] | None
 ) -> None:
     text, _ = filled(8)
-    pending = PendingTokens(range(n_tokens))
-    assert text.span_to_discard(pending, n_max, ContextShift(2)) == span
+    text.state = TextState(pending=PendingTokens(range(n_tokens)))
+    assert text.fetch().span_to_discard(n_max, ContextShift(2)) == span
 
 
 def test_a_shift_that_would_free_nothing_is_refused() -> None:
     text, cache = filled(8, size=8)
     cache.seq_cp(0, 1)
     before = snapshot(cache)
+    text.state = TextState(pending=PendingTokens([1]))
     with pytest.raises(CacheFull, match="would free none"):
-        text.span_to_discard(PendingTokens([1]), 99, ContextShift(2))
+        text.fetch().span_to_discard(99, ContextShift(2))
     assert snapshot(cache) == before

@@ -21,10 +21,9 @@ from kvcellar.errors import (
     SnapshotFileError,
     SnapshotMismatch,
 )
-from kvcellar.runtime.context import Context
-from kvcellar.runtime.llama_files import load_llama_file, save_llama_file
+from kvcellar.runtime.context import Context, save_llama_file
 from kvcellar.runtime.model import Model
-from kvcellar.snapshot.llama.layout import Generation
+from kvcellar.snapshot.llama.layout import FileGeneration
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.writer import file_pieces
@@ -52,7 +51,7 @@ def test_a_sequence_goes_on_as_if_nothing_had_been(shared: Path, arch: str, path
         wanted = sequence.append(text(2, 3)).logits
         sequence.close()
         other = context.sequence(text(3, 5))  # what is loaded comes to lie elsewhere
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         context.cache.check()
         assert loaded.tokens == text(1, n)
         assert nmse(loaded.append(text(2, 3)).logits, wanted) < SAME
@@ -70,7 +69,7 @@ def test_a_session_brings_all_sequences_back(shared: Path, arch: str, path: Path
         n_used = context.cache.used
         wanted = [s.append([9]).logits for s in (first, second, third)]
     with opened(shared, arch, **F32) as context:
-        loaded = load_llama_file(context, path)
+        loaded = context.load_all(path)
         context.cache.check()
         assert context.cache.used == n_used  # what was shared is shared
         assert loaded[0].tokens == text(1, 40)
@@ -82,7 +81,7 @@ def test_a_session_brings_all_sequences_back(shared: Path, arch: str, path: Path
 def test_what_is_restored_can_be_edited(shared: Path, path: Path) -> None:
     with opened(shared, "gemma3-dense", **F32) as context:
         save_llama_file(context.sequence(text(1, 50)), path)
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         left = [*text(1, 50)[:20], 5]  # the window there has slid away: it is computed again
         loaded.trim(30).append([5])
         assert loaded.tokens == left
@@ -93,12 +92,12 @@ def test_what_is_restored_can_be_edited(shared: Path, path: Path) -> None:
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_v_may_lie_either_way_in_file_and_cache(
-    shared: Path, path: Path, generation: Generation, across: bool, flash_attn: bool
+    shared: Path, path: Path, generation: FileGeneration, across: bool, flash_attn: bool
 ) -> None:
     with opened(shared, "llama-dense", flash_attn=flash_attn, kernel=False) as context:
         sequence = context.sequence(text(1, 20))
         save_llama_file(sequence, path, generation, v_trans=across)
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         ours, theirs = (state_get(context.cache, [s.seq_id]) for s in (sequence, loaded))
     for part in ("k", "v"):
         for rows, others in zip(
@@ -114,7 +113,7 @@ def test_tokens_that_wait_are_saved(shared: Path, path: Path) -> None:
         left = text(1, 20)[:5] + text(1, 20)[9:]
         assert context.cache.seq_count(sequence.seq_id) < len(left)
         save_llama_file(sequence, path)
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         assert loaded.tokens == left
         assert nmse(loaded.append([5]).logits, context.sequence([*left, 5]).logits) < SAME
 
@@ -124,7 +123,7 @@ def test_a_shift_is_applied_before_saving(shared: Path, path: Path) -> None:
         sequence = context.sequence(text(1, 30))
         sequence.remove(2, 9)
         save_llama_file(sequence, path)
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         assert loaded.tokens == sequence.tokens
         assert nmse(loaded.append([5]).logits, sequence.append([5]).logits) < SAME
 
@@ -146,7 +145,7 @@ def test_whatever_goes_wrong_nothing_is_left(
         mine = context.sequence(text(3, 4))
         before = context.cache.view()
         with pytest.raises(error):
-            load_llama_file(context, path)
+            context.load_all(path)
         assert context.sequences == (mine,)
         assert context.cache.view() == before
         context.cache.check()
@@ -158,7 +157,7 @@ def test_a_nan_never_reaches_a_cache(shared: Path, path: Path) -> None:
         save_llama_file(context.sequence(text(1, 5)), path)
         path.write_bytes(path.read_bytes()[:-2] + b"\x00\x7e")
         with pytest.raises(SnapshotFileError, match="not finite"):
-            load_llama_file(context, path)
+            context.load_all(path)
         assert context.cache.used == 5
 
 
@@ -168,7 +167,7 @@ def test_files_of_other_models(shared: Path, path: Path) -> None:
         save_llama_file(context, path)
     with opened(shared, "qwen2-dense") as context:
         with pytest.raises(SnapshotMismatch, match="architecture llama, here it is qwen2"):
-            load_llama_file(context, path)
+            context.load_all(path)
         assert context.sequences == ()
 
 
@@ -176,7 +175,7 @@ def test_a_model_whose_files_do_not_say_enough(shared: Path, path: Path) -> None
     with opened(shared, "phi3-dense") as context:
         save_llama_file(context.sequence(text(1, 5)), path)
         with pytest.raises(NotSupported, match="two sets of RoPE factors"):
-            load_llama_file(context, path)
+            context.load_all(path)
         assert context.cache.used == 5
 
 
@@ -184,7 +183,7 @@ def test_a_file_that_cannot_be_read(shared: Path, path: Path) -> None:
     with opened(shared, "llama-dense") as context:
         for place in (path, path.parent):
             with pytest.raises(SnapshotFileError, match=str(place)):
-                load_llama_file(context, place)
+                context.load_all(place)
 
 
 def test_a_failed_save_leaves_the_old_file(
@@ -215,7 +214,7 @@ def test_closed_contexts_and_sequences(shared: Path, path: Path) -> None:
         with pytest.raises(ClosedError):
             save_llama_file(gone, path)
         context.close()
-        for use in (load_llama_file, save_llama_file):
+        for use in (Context.load_all, save_llama_file):
             with pytest.raises(ClosedError):
                 use(context, path)
 
@@ -239,7 +238,7 @@ def test_golden_files_go_on_as_recorded(
         Model.from_gguf(smollm2_path, n_threads=1) as model,
         model.context(n_ctx=128, n_seq_max=2) as context,
     ):
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         assert loaded.tokens == golden["tokens"]
         own = context.sequence(golden["tokens"])
         _check_same_rows(context)
@@ -254,7 +253,7 @@ def test_golden_files_go_on_as_recorded(
 @pytest.mark.model
 @pytest.mark.parametrize(("generation", "kind"), GOLDEN)
 def test_golden_files_are_written_as_they_were(
-    shared: Path, smollm2_path: Path, generation: Generation, kind: str, path: Path
+    shared: Path, smollm2_path: Path, generation: FileGeneration, kind: str, path: Path
 ) -> None:
     wanted = (shared / "golden" / f"smollm2-48.{generation}.{kind}.bin").read_bytes()
     path.write_bytes(wanted)
@@ -265,7 +264,7 @@ def test_golden_files_are_written_as_they_were(
         file = read_llama_file(wanted, context.memory_spec)
         assert file.generation == generation
         assert b"".join(file_pieces(file, len(context.memory_spec.places))) == wanted
-        (loaded,) = load_llama_file(context, path)
+        (loaded,) = context.load_all(path)
         save_llama_file(loaded if kind == "seq" else context, path, generation)
     if (generation, kind) == ("2025-01", "session"):  # we keep no logits of the last batch
         assert _logits(wanted, context.memory_spec) == (1, 49152)

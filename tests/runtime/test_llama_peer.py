@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.runtime.llama_files import load_llama_file, save_llama_file
+from kvcellar.runtime.context import save_llama_file
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
 from tests.runtime.archs import TOLERANCE, opened, text
@@ -98,7 +98,7 @@ def test_we_load_what_llama_cpp_writes(python: str, shared: Path, tmp_path: Path
     for arch, kind, flash_attn, is_session in FILES:
         path = named(tmp_path, arch, kind, flash_attn, is_session)
         with opened(shared, arch, type_k=kind, type_v=kind) as context:
-            (loaded,) = load_llama_file(context, path)
+            (loaded,) = context.load_all(path)
             context.cache.check()
             assert loaded.tokens == TOKENS
             errors[path] = nmse(loaded.append(THEN).logits, wanted[path])

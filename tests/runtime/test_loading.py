@@ -155,7 +155,7 @@ def test_positions_move_and_k_is_rotated(
     loaded = plain.load(path, positions=where)
     assert loaded.positions.tolist() == list(range(where, where + 40))
     assert loaded.inexact_from == (0 if where else None)
-    assert (loaded._logits is None) == (where > 0)  # they are those of another position
+    assert (loaded.saved_text().logits is None) == (where > 0)  # they are those of another position
     other = plain.sequence()
     batch = Batch.of(TEXT, other.seq_id, range(where, where + 40), logits="last")
     wanted = [plain.decode(batch)[-1], other.append([7]).logits]

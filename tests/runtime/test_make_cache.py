@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from kvcellar.backends.base import OpenMemory
+from collections.abc import Callable
+
+from kvcellar.backends.base import GraphTimes, OpenMemory
 from kvcellar.backends.numpy.states import NumpyStateStore
 from kvcellar.cache import AttentionCache, Cache, HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.plan import Plan
 from kvcellar.runtime.context import make_cache
 from kvcellar.runtime.options import ContextOptions
@@ -27,8 +29,11 @@ class NoExecutor:
     def run(self, plan: Plan) -> Float32Array:
         raise AssertionError(f"nothing computes {plan}")
 
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        raise AssertionError(f"nothing is told to {watcher}")
+
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
 
 def cache_for(*layers: LayerMemory, **options: int) -> Cache:

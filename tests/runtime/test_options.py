@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcellar.errors import OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.types import CacheSpec, LayerMemory, LayerPlace, LayerSpec, MemorySpec, StateLayer
 

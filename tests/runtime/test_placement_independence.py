@@ -118,11 +118,12 @@ def test_compaction_keeps_the_logits(context: Context) -> None:
 
 
 def test_embeddings_of_tokens_equal_the_tokens(context: Context, model: Model) -> None:
-    from kvcellar.backends.ggml.gguf import GgufFile, array_at
+    from kvcellar.backends.ggml.binding import array_at
+    from kvcellar.backends.ggml.gguf import GgufFile
 
     file = GgufFile(model.path)
     info = file.tensors["token_embd.weight"]
-    table = array_at(file.address() + info.offset, "f4", info.shape)
+    table = array_at(file.address + info.offset, "f4", info.shape)
     expected = alone(context)
     got = context.decode(Batch.of_embeddings(table[PROMPT], logits="all"))
     assert np.array_equal(got, expected)

@@ -15,8 +15,8 @@ import pytest
 from gguf import GGUFReader
 
 from kvcellar.backends.ggml import model_memory
-from kvcellar.backends.ggml.jit.lanes import FORMATS
 from kvcellar.backends.ggml.jit.product import why_no_products
+from kvcellar.backends.ggml.jit.product_formats import FORMATS
 from kvcellar.backends.ggml.model_file import GgmlModelFile
 from kvcellar.backends.ggml.store import to_rows
 from kvcellar.batch import Batch

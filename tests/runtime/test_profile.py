@@ -34,7 +34,7 @@ def _split(begin: float, end: float, **ops: tuple[int, float]) -> GraphTimes:
 
 
 def _rows(times: StepTimes) -> dict[str, float]:
-    return {row.name: round(row.seconds, 9) for row in times.rows()}
+    return {line.name: round(line.seconds, 9) for line in times.lines()}
 
 
 def test_parts_of_a_step_add_up_to_it() -> None:
@@ -146,9 +146,9 @@ def test_a_context_records_every_step(context: Context) -> None:
     assert (prefill.n_steps, prefill.n_tokens, prefill.n_split + prefill.n_whole) == (1, 10, 3)
     assert (decode.n_steps, decode.n_tokens, decode.n_split, decode.n_whole) == (9, 9, 5, 4)
     for times in (prefill, decode):
-        assert sum(row.seconds for row in times.rows()) == pytest.approx(times.seconds)
-        assert {row.name for row in times.rows()} >= {"MUL_MAT f32", "cells and plans", "logits"}
-        assert all(row.seconds >= 0 for row in times.rows())
+        assert sum(line.seconds for line in times.lines()) == pytest.approx(times.seconds)
+        assert {line.name for line in times.lines()} >= {"MUL_MAT f32", "cells and plans", "logits"}
+        assert all(line.seconds >= 0 for line in times.lines())
     assert (len(prefill.pairs), len(decode.pairs)) == (prefill.n_whole, 4)
     assert decode.compared is not None
     assert decode.compared.n_nodes == 3 * sum(op.n_nodes for op in decode.ops.values()) / 5

@@ -247,3 +247,17 @@ def test_odd_arguments_are_named(context: Context) -> None:
     with pytest.raises(BatchError, match=r"batch \[1, 2\]: make one"):
         context.decode([1, 2])  # type: ignore[arg-type]
     assert sequence.tokens == tokens
+
+
+def test_former_names_work_for_a_release_and_say_so(context: Context) -> None:
+    sequence = context.sequence([1, 2, 3]).remove(0, 1)
+    with pytest.warns(DeprecationWarning, match="is now Sequence.inexact_from"):
+        assert sequence.tainted == 0
+    with pytest.warns(DeprecationWarning, match="is now Sequence.stored_as"):
+        sequence.rounded = "other types"
+    with pytest.warns(DeprecationWarning, match="is now Sequence.stored_as"):
+        assert sequence.rounded == sequence.stored_as == "other types"
+    sequence.push(4)
+    with pytest.warns(DeprecationWarning, match="is now Sequence.compute_pending"):
+        sequence.compute_waiting()
+    assert context.cache.seq_count(sequence.seq_id) == 3

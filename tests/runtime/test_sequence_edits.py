@@ -360,3 +360,14 @@ class TestView:
         with Model.from_gguf(path, n_threads=1) as bare, bare.context(n_ctx=32) as context:
             context.sequence([1, 2, 3])
             assert context.view() == context.cache.view()
+
+
+def test_a_rollback_takes_back_how_positions_were_divided(context: Context) -> None:
+    sequence = context.sequence(TOKENS)
+    with context.cache.transaction() as attempt:
+        sequence.self_extend(2, 4)
+        divided = sequence.positions.tolist()
+        attempt.rollback()
+    assert sequence.positions.tolist() == list(range(20))
+    assert sequence.inexact_from is None
+    assert sequence.self_extend(2, 4).positions.tolist() == divided

@@ -14,8 +14,7 @@ import pytest
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.archive import export_blocks
 from kvcellar.prompts.cache import PromptCache
-from kvcellar.runtime.context import Context
-from kvcellar.runtime.llama_files import save_llama_file
+from kvcellar.runtime.context import Context, save_llama_file
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.stores.memory import MemoryStore

@@ -278,7 +278,8 @@ def seen(context: Context) -> Seen:
     )
     parts = (table.positions, table.tokens, table.owners, table.pending)
     texts = tuple((s.seq_id, tuple(s.tokens), s.inexact_from) for s in context.sequences)
-    logits = tuple(None if s._logits is None else s._logits.tobytes() for s in context.sequences)
+    known = [s.saved_text().logits for s in context.sequences]
+    logits = tuple(None if one is None else one.tobytes() for one in known)
     return rows, tuple(part.tobytes() for part in parts), table.used, texts, logits
 
 
@@ -412,7 +413,7 @@ def test_a_forged_file_breaks_no_kind_of_cache(shared: Path, arch: str, tmp_path
             assert context.sequences == (first,)
         assert 50 < n_refused < 150
         assert np.array_equal(first.logits, logits)
-        first._logits = None
+        first._state = first._state._replace(logits=None)
         check_logits(context, first.logits, first.tokens)
 
 

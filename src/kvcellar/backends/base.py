@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from kvcellar.backends.operations import Forward, Weights
 from kvcellar.plan import Plan
@@ -61,7 +61,7 @@ class KVStore(Protocol):
         """Copy K and V of cells ``src`` to cells ``dst`` in every layer, bit for bit."""
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate the K rows of cells by so many positions each, in every layer with RoPE."""
+        """Rotate each K row of cells by its shift, in every layer with RoPE."""
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero K and V of cells in every layer."""
@@ -70,14 +70,14 @@ class KVStore(Protocol):
         """Set every byte to zero."""
 
     def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
-        """Have so many cells: the rows of cells src lie at dst, bit for bit, all others are zero.
+        """Change to ``size`` cells: rows of cells src go to dst, bit for bit, all others are zero.
 
         Raises:
             AllocationError: the new buffers cannot be had; the store is as it was.
         """
 
     def close(self) -> None:
-        """Give the buffers back; every other verb raises ClosedError afterwards."""
+        """Free the buffers; every other verb raises ClosedError afterwards."""
 
 
 class StateStore(Protocol):
@@ -91,7 +91,7 @@ class StateStore(Protocol):
         """The shape that the store was made for."""
 
     def read(self, rows: Int64Array) -> Float32Array:
-        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
+        """The states in rows, ``[n, row_bytes / 4]``: layer by layer n_conv, then n_ssm values."""
 
     def write(self, rows: Int64Array, states: Float32Array) -> None:
         """Store states that :meth:`read` returned."""
@@ -103,25 +103,7 @@ class StateStore(Protocol):
         """Set every byte to zero."""
 
     def close(self) -> None:
-        """Give the buffers back; every other verb raises ClosedError afterwards."""
-
-
-class Executor(Protocol):
-    """Runs one model's forward pass over one store."""
-
-    @property
-    def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
-
-    def run(self, plan: Plan) -> Float32Array:
-        """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
-
-        Raises:
-            ComputeError: the graph failed or was aborted; K/V rows of the plan are undefined.
-        """
-
-    def close(self) -> None:
-        """Give graphs and buffers back."""
+        """Free the buffers; every other verb raises ClosedError afterwards."""
 
 
 class OpTime(NamedTuple):
@@ -143,12 +125,29 @@ class GraphTimes(NamedTuple):
     ops: Mapping[str, OpTime]
 
 
-@runtime_checkable
-class ProfiledExecutor(Protocol):
-    """An executor that can tell where a graph's time goes."""
+class Executor(Protocol):
+    """Runs one model's forward pass over one store."""
+
+    @property
+    def takes_lists(self) -> tuple[bool, ...]:
+        """For each group, whether its plans are better given with lists than with masks."""
+
+    def run(self, plan: Plan) -> Float32Array:
+        """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
+
+        Raises:
+            ComputeError: the graph failed or was aborted; K/V rows of the plan are undefined.
+        """
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
-        """Call the watcher after every graph from now on, and compute some node by node."""
+        """Call the watcher after every graph from now on, and compute some node by node.
+
+        Raises:
+            NotSupported: the backend cannot tell where a graph's time goes.
+        """
+
+    def close(self) -> None:
+        """Free graphs and buffers."""
 
 
 class TensorBytes(NamedTuple):
@@ -231,4 +230,4 @@ class ModelFile(Protocol[T]):
         """
 
     def close(self) -> None:
-        """Give the file back; stores and executors are closed before. Twice is fine."""
+        """Close the file, after its stores and executors; closing twice is fine."""

@@ -1,13 +1,8 @@
-"""What every backend refuses.
-
-Types that do not fit a cache's rows, positions beyond a table's, and what is no number of threads.
-"""
+"""What every backend refuses: types that do not fit, unlearned positions, too many threads."""
 
 from __future__ import annotations
 
-import operator
-
-from kvcellar.errors import OptionError, PositionError
+from kvcellar.errors import OptionError, PositionError, check_range
 from kvcellar.types import CacheSpec, Int32Array, KVType
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
@@ -19,19 +14,11 @@ def check_threads(n_threads: int | None) -> int | None:
     Raises:
         OptionError: no whole number, or outside [1, 512].
     """
-    if n_threads is None:
-        return None
-    try:
-        number = operator.index(n_threads)
-    except TypeError:
-        raise OptionError(f"n_threads={n_threads!r}: must be a whole number, or None") from None
-    if isinstance(n_threads, bool) or not 1 <= number <= MAX_THREADS:
-        raise OptionError(f"n_threads={n_threads!r}: must be in [1, {MAX_THREADS}]")
-    return number
+    return None if n_threads is None else check_range("n_threads", n_threads, 1, MAX_THREADS)
 
 
 def check_learned(positions: Int32Array, n_positions: int) -> None:
-    """See that a model has learned all positions of a plan.
+    """Check that a model has learned all positions of a plan.
 
     Raises:
         PositionError: one is not below ``n_positions``.
@@ -45,10 +32,10 @@ def check_learned(positions: Int32Array, n_positions: int) -> None:
 
 
 def check_types(spec: CacheSpec) -> None:
-    """See that blocks do not cross heads, nor cells.
+    """Check that blocks do not cross heads, nor cells.
 
     Raises:
-        OptionError: a type whose blocks do not divide a head, or quantised V that lies across.
+        OptionError: a type whose blocks do not divide a head, or transposed V that is quantised.
     """
     for i, layer in enumerate(spec.layers):
         _check_width("type_k", spec.type_k, layer.head_dim_k, i)

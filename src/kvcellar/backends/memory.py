@@ -1,12 +1,10 @@
-"""How much memory may still be taken.
+"""Zeroed memory that takes no room until it is written, and how much may still be allocated.
 
-Memory of zeros that takes no room until it is written, and how much of it is still owed.
+The system gives a page when it is first written, and does not count it as used until then. So what
+is available is what the system says, less what was promised here and not yet written.
 
-The system gives a page when it is first written. Until then nobody counts it as used, so whoever
-asks what is left has to subtract what was promised to others already.
-
-Linux is asked for pages of 2 MiB where it has any: attention reads so much memory in so many places
-that looking up small ones takes a seventh of a decode at 4096 tokens.
+Linux is asked for pages of 2 MiB where it has any: attention reads so much memory that looking up
+small pages takes a seventh of a decode at 4096 tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from kvcellar.types import ByteArray
 
 
 class ZeroedMemory:
-    """So many bytes of zeros, from the beginning of a page on.
+    """``n_bytes`` of zeros, from the beginning of a page on.
 
     Attributes:
-        address: of the first byte; whoever uses it keeps this object.
+        address: of the first byte; valid as long as this object lives.
         n_bytes: how many there are.
 
     Raises:
@@ -47,7 +45,7 @@ class ZeroedMemory:
         _alive()[id(self)] = self
 
     def owed_bytes(self) -> int:
-        """Bytes that were never written, nor read, in whole pages; 0 where nobody knows."""
+        """Bytes that were never written, nor read, in whole pages; 0 where that is unknown."""
         if self._map is None:
             return 0
         pages = np.ones(-(-self.n_bytes // mmap.PAGESIZE), np.uint8)
@@ -55,7 +53,7 @@ class ZeroedMemory:
         return int(np.count_nonzero(pages & 1 == 0)) * mmap.PAGESIZE
 
     def zero(self) -> None:
-        """Have zeros again, as if nothing had been written."""
+        """Set every byte to zero, and give pages back to the system where it takes them."""
         if self._map is None:
             return
         if sys.platform == "linux":  # elsewhere this is advice that may be ignored
@@ -65,7 +63,7 @@ class ZeroedMemory:
         ctypes.memset(self.address, 0, self.n_bytes)
 
     def close(self) -> None:
-        """Give it back; closing twice is fine."""
+        """Free it; closing twice is fine."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -133,7 +131,7 @@ def check_available(buffer: str, n_bytes: int) -> None:
 
 
 def scratch(buffer: str, n: int, dtype: type[T]) -> npt.NDArray[T]:
-    """So many zeros to work on.
+    """Allocate n zeros to work on.
 
     Raises:
         AllocationError: they cannot be had.

@@ -34,15 +34,22 @@ from kvcellar.cache.rows import StoreSync
 from kvcellar.cache.transaction import CellTransaction
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable, check_moved
-from kvcellar.cellsets import Cells, cell_count, cells_where, pack_owners
+from kvcellar.cellsets import (
+    NO_CELLS,
+    Cells,
+    cell_bounds,
+    cell_count,
+    cells_where,
+    clamp_range,
+    pack_owners,
+)
 from kvcellar.errors import (
     CacheFull,
-    NotSupported,
     OptionError,
     ShiftUnsupported,
     SnapshotMismatch,
 )
-from kvcellar.types import CacheSpec, Int32Array, Int64Array
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array
 
 
 class AttentionCache(Cache):
@@ -71,6 +78,7 @@ class AttentionCache(Cache):
         self.spec = spec
         self.store = store
         self.on_shared = on_shared
+        self._padding, self._window = spec.padding, spec.window
         self.table = CellTable(spec.size, spec.n_seq_max)
         self._sync = StoreSync(self.table, store, defrag_threshold)
         self._nest = self._sync.journal.open
@@ -113,15 +121,15 @@ class AttentionCache(Cache):
 
     def seq_pos_min(self, seq_id: int) -> int:
         """The smallest position of a sequence, -1 when it is empty."""
-        return self.table.seq_pos_min(seq_id)
+        return self.table.span(seq_id).pos_min
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position of a sequence, -1 when it is empty."""
-        return self.table.seq_pos_max(seq_id)
+        return self.table.span(seq_id).pos_max
 
     def seq_count(self, seq_id: int) -> int:
         """How many tokens of a sequence are held."""
-        return self.table.seq_count(seq_id)
+        return self.table.span(seq_id).count
 
     def seq_tokens(self, seq_id: int) -> Int32Array:
         """Their ids in the order of their positions; -1 where an embedding was decoded."""
@@ -138,7 +146,8 @@ class AttentionCache(Cache):
         if stop > len(cells):
             return True
         if in_place and self.can_shift:
-            return self._n_freed(cells[start:stop]) > self._n_copies(cells[stop:])
+            copied = NO_CELLS if self.on_shared == "move" else self.table.shared(cells[stop:])
+            return self._n_freed(cells[start:stop]) > cell_count(copied)
         return self._n_freed(cells[start:]) > len(cells) - stop
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
@@ -157,7 +166,7 @@ class AttentionCache(Cache):
         return self.table.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's cells in the range, in place of what dst had there."""
+        """Share src's cells in the range with dst, in place of what dst had there."""
         self.require_idle()
         self.table.seq_cp(src, dst, p0, p1)
 
@@ -175,30 +184,39 @@ class AttentionCache(Cache):
             CacheFull, NotSupported: shared cells cannot be copied.
         """
         self.require_idle()
-        cells, delta = self.table.select(seq_id, p0, p1), operator.index(delta)
+        table, seq = self.table, self.table.checked(seq_id)
+        (lo, hi), delta = clamp_range(p0, p1), operator.index(delta)
+        if hi <= lo:
+            return
+        cells, freed = table.cells_between(seq, lo, hi), NO_CELLS
         if cell_count(cells) and delta:
-            at = self.table.positions[cells]
+            at = table.positions[cells]
             check_moved(at, delta)
             stays = at >= -delta
-            self._require_shift("seq_add", bool(stays.any()))
-            if self.on_shared == "copy":
-                below = self.table.shared(cells_where(cells, ~stays))
-                self._sync.copy_shared(seq_id, cells_where(cells, stays))
-                self.table.disown(seq_id, below)
-        self.table.seq_add(seq_id, p0, p1, delta)
+            moving = cells_where(cells, stays)
+            self._require_shift("seq_add", cell_count(moving) > 0)
+            if self.on_shared == "move":
+                table.seq_add(seq, lo, hi, delta)
+                return
+            if self._copy_shared(seq, moving):
+                moving = table.cells_between(seq, max(lo, -delta), hi)
+            freed = table.drop(seq, cells_where(cells, ~stays))
+            table.shift(seq, moving, table.positions[moving], delta)
+        table.head = cell_bounds(freed)[0] if cell_count(freed) else 0
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
         self.require_idle()
         if d < 1:
             raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        cells = self.table.select(seq_id, p0, p1)
+        seq, (lo, hi) = self.table.checked(seq_id), clamp_range(p0, p1)
+        cells = self.table.cells_between(seq, lo, hi)
         if cell_count(cells) and d > 1:
             moving = cells_where(cells, self.table.positions[cells] > 0)
             self._require_shift("seq_div", cell_count(moving) > 0)
             if self.on_shared == "copy":
-                self._sync.copy_shared(seq_id, moving)
-        self.table.seq_div(seq_id, p0, p1, d)
+                self._copy_shared(seq, moving)
+            self.table.seq_div(seq, lo, hi, d)
 
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
@@ -232,9 +250,26 @@ class AttentionCache(Cache):
         self.require_idle()
         if not self.can_shift:
             return False
-        self._require_copies(self.table.select(seq_id, p1), self.table.select(seq_id, p0, p1))
-        self.seq_rm(seq_id, p0, p1)
-        self.seq_add(seq_id, p1, -1, p0 - p1)
+        table, seq = self.table, self.table.checked(seq_id)
+        lo, hi = clamp_range(p0, p1)
+        if hi <= lo:
+            return True
+        doomed = table.cells_between(seq, lo, hi)
+        moving = table.cells_between(seq, hi, MAX_POSITION)
+        shared = NO_CELLS if self.on_shared == "move" else table.shared(moving)
+        if needed := cell_count(shared):
+            self._sync.require_copy("moving the positions of shared cells")
+            if needed > (free := table.n_free() + self._n_freed(doomed)):
+                hint = "cells shared with others have to be copied to move"
+                raise CacheFull(needed, free, hint)
+        freed = table.drop(seq, doomed)
+        if needed:
+            if cell_count(freed):
+                table.head = min(table.head, cell_bounds(freed)[0])
+            self._sync.copy_shared(seq, shared)
+            moving = table.cells_between(seq, hi, MAX_POSITION)
+        table.shift(seq, moving, table.positions[moving], lo - hi)
+        table.head = 0
         return True
 
     def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
@@ -246,7 +281,7 @@ class AttentionCache(Cache):
         """Put sound content into free cells; the caller takes back what fails half way.
 
         Raises:
-            SnapshotMismatch: some of it slid out of a window, and this cache keeps everything.
+            SnapshotMismatch: some of it was evicted from a window, and this cache keeps everything.
         """
         (group,) = content.groups
         self._import_cells(group, seq_ids, shift)
@@ -255,17 +290,16 @@ class AttentionCache(Cache):
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch that is well formed cannot be placed; see :meth:`place`."""
-        self.require_idle()
         if coupled == "same":
-            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
-        require_free(self.table, len(rows))
+            check_coupled(self.table, rows.owners)
+        require_free(self.table, len(rows.positions))
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take cells for microbatches that were checked; what is pending is applied first."""
-        self.update()
-        taken = CellPlacement(self.table, self.spec, micros, self.store.wipe)
-        self._open = Placement(micros, [taken])
-        self._sync.wipe_freed(self.spec.padding)
+        self._sync.update()
+        taken = CellPlacement(self.table, self._padding, self._window, micros, self.store.wipe)
+        self._open = Placement(micros, (taken,))
+        self._sync.wipe_freed(taken.n_kv)
         return self._open
 
     # -- steps
@@ -284,17 +318,13 @@ class AttentionCache(Cache):
             cells = cells_where(cells, ~reserved[cells])
         return cell_count(cells) - cell_count(self.table.shared(cells))
 
-    def _n_copies(self, cells: Cells) -> int:
-        """How many cells moving these would take: shared ones are copied."""
-        return 0 if self.on_shared == "move" else cell_count(self.table.shared(cells))
-
-    def _require_copies(self, cells: Cells, doomed: Cells) -> None:
-        """Raise unless cells can be copied where shared, once the doomed ones are dropped."""
-        needed = self._n_copies(cells)
-        if needed and not self.store.can_copy:
-            raise NotSupported("moving shared cells needs a store that can copy cells")
-        if needed > (free := self.n_free() + self._n_freed(doomed)):
-            raise CacheFull(needed, free, "cells shared with others have to be copied to move")
+    def _copy_shared(self, seq: int, cells: Cells) -> bool:
+        """Give a sequence its own copies of those cells that it shares; False: there are none."""
+        shared = self.table.shared(cells)
+        if cell_count(shared):
+            self._sync.copy_shared(seq, shared)
+            return True
+        return False
 
     def _require_shift(self, verb: str, needed: bool) -> None:
         if needed and not self.can_shift:
@@ -357,7 +387,7 @@ def read_rows(store: KVStore, cells: Int64Array) -> RowBytes:
 
 
 def write_rows(store: KVStore, cells: Int64Array, rows: RowBytes) -> None:
-    """Let cells have these rows."""
+    """Write rows into cells."""
     for i, (k, v) in enumerate(zip(rows.k, rows.v, strict=True)):
         store.write_raw(i, "k", cells, k)
         store.write_raw(i, "v", cells, v)
@@ -369,7 +399,7 @@ def _within(at: Int32Array, lo: int, hi: int) -> slice:
 
 
 def _distinct(mine: list[Int64Array], positions: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """All cells by their positions, each once; and of each mention which of them it is."""
+    """All cells by their positions, each once; and the index of each cell of ``mine`` in these."""
     every = np.concatenate([np.empty(0, np.int64), *mine])
     by_number, which = np.unique(every, return_inverse=True)
     order = np.argsort(positions[by_number], kind="stable")

@@ -19,10 +19,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvcellar.batch import Batch, MicroBatch, Rows, split_equal, split_simple
+from kvcellar.batch import Batch, MicroBatch, Rows, micro_batches, split_equal, split_simple
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import Placement, micro_batch
+from kvcellar.cache.placement import Placement
 from kvcellar.cache.view import CacheView
+from kvcellar.cellsets import clamp_range
 from kvcellar.errors import CacheError, OptionError
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
@@ -189,10 +190,12 @@ class Cache(ABC):
         """
         if not self.can_shift:
             return False
+        lo, hi = clamp_range(p0, p1)
         with self.transaction():
-            if not self.seq_rm(seq_id, p0, p1):
+            if not self.seq_rm(seq_id, lo, hi):
                 return False
-            self.seq_add(seq_id, p1, -1, p0 - p1)
+            if lo < hi:
+                self.seq_add(seq_id, hi, -1, lo - hi)
         return True
 
     @abstractmethod
@@ -258,7 +261,7 @@ class Cache(ABC):
         return bool(self._nest)
 
     def watch(self, remember: Remember) -> None:
-        """Let transactions take back what belongs to the cells but lies outside of the cache.
+        """Make transactions take back what belongs to the cells but lies outside of the cache.
 
         Args:
             remember: called when one begins; what it returns is called if that is rolled back.
@@ -278,14 +281,14 @@ class Cache(ABC):
     ) -> Placement:
         """Take what every microbatch of a batch needs, or raise and take nothing.
 
-        What is pending is applied first. With states, microbatches have equally many tokens of each
-        of their sequences, whose positions have to follow on.
+        What is pending is applied first. With states, microbatches have equally many tokens per
+        sequence, whose positions have to follow on.
 
         Args:
             batch: what is to be decoded.
             n_ubatch: how many tokens are computed at once.
             n_vocab: token ids must be below it.
-            n_embd: input embeddings must have so many values.
+            n_embd: input embeddings must have this many values.
             coupled: "same" refuses a token whose owners do not hold the same cells.
 
         Raises:
@@ -299,8 +302,8 @@ class Cache(ABC):
         if self.has_states:
             pieces = split_equal(rows.owners, n_ubatch)
         else:
-            pieces = split_simple(len(rows), n_ubatch)
-        return self.take([micro_batch(rows, piece) for piece in pieces])
+            pieces = split_simple(len(rows.positions), n_ubatch)
+        return self.take(micro_batches(rows, pieces))
 
     @abstractmethod
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
@@ -318,7 +321,7 @@ class Cache(ABC):
     def require_idle(self) -> None:
         """Raise CacheError while a batch is being decoded."""
         if self._open is not None:
-            if self._open.is_open:
+            if self._open.first.is_open:
                 raise CacheError("a batch is being decoded: commit or release its placement first")
             self._open = None
 

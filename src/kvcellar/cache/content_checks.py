@@ -1,7 +1,7 @@
-"""Whether contents make sense and fit a cache; they may come from anybody's file.
+"""Whether a content is sound and fits a cache; it may come from any file.
 
-Nothing of a content may be trusted: whatever an index or a size could do wrong is looked at here,
-so that putting it in cannot fail half way or read what is not there.
+Nothing in a content is trusted: every index and size is checked here, so that an import can neither
+fail half way nor read what is not there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array, StateS
 
 
 def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec]) -> None:
-    """See that a content is sound and has the shape of a cache whose parts are like that.
+    """Check that a content is sound and has the shape of a cache over stores of these shapes.
 
     Raises:
         SnapshotMismatch: it has another shape.
@@ -50,7 +50,7 @@ def _check_group(group: CellData, spec: CacheSpec, n_seqs: int) -> None:
     _check_rows(group.rows, spec, n)
     _check_owners(group.owners, n, n_seqs)
     if len(group.evicted) != n_seqs:
-        raise _contradiction("it does not say of each sequence what slid out")
+        raise _contradiction("it does not list what slid out for each sequence")
     for evicted in group.evicted:
         _check_slid(evicted)
     for one in group.checkpoints:
@@ -130,7 +130,7 @@ def _check_states(content: StateData, spec: StateSpec, n_seqs: int) -> None:
     _require(states.dtype == np.float32 and states.ndim == 2, "states are no f32 rows")
     if len(states) and states.shape[1] != width:
         raise SnapshotMismatch("values a state", states.shape[1], width)
-    _require(len(content.held) == n_seqs, "it does not say of each sequence which state it has")
+    _require(len(content.held) == n_seqs, "it does not list which state each sequence has")
     texts: dict[int, bytes] = {}
     for held in content.held:
         if held is not None:
@@ -152,7 +152,7 @@ def _check_held(held: SequenceStateData, n_states: int) -> None:
 
 
 def _check_agreement(content: SequenceData) -> None:
-    """See that all parts know sequences up to the same position, and windows nothing behind it."""
+    """Check that all parts hold sequences up to the same position."""
     for seq in range(content.n_seqs):
         ends = set()
         for group in content.groups:
@@ -166,7 +166,7 @@ def _check_agreement(content: SequenceData) -> None:
 
 
 def _check_text(group: CellData, seq: int, start: int) -> int:
-    """See that a sequence is one text, which its checkpoints begin; returns where it ends."""
+    """Check that a sequence is one text, which its checkpoints begin; return where it ends."""
     text, n_slid = group.text_of(seq), group.evicted[seq].shape[1]
     n = text.shape[1]
     if n_slid and (n_slid == n or text[0][n_slid - 1] > text[0][n_slid]):

@@ -11,8 +11,8 @@ A verb is applied to all parts or to none, so they always know the same tokens o
 
 What a sequence knows is what a fresh decode of its tokens would give. So tokens cannot be removed
 from the middle of one whose state has absorbed them: ``seq_rm`` is False. Newer llama.cpp answers
-True and leaves the state alone (#17009), which then still knows what was removed. Who wants them
-gone goes back with ``rewind`` and decodes what followed again, as ``Sequence.remove`` does.
+True and leaves the state alone (#17009), which then still holds what was removed. To remove them,
+go back with ``rewind`` and decode what followed again, as ``Sequence.remove`` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, Coupled, Remember, Transaction
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import Placement
+from kvcellar.cache.placement import CellPart, Placement
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, NotSupported, OptionError
@@ -90,8 +90,12 @@ class HybridCache(Cache):
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The largest position that every part holds, -1 when the sequence is empty."""
-        ends = [part.seq_pos_max(seq_id) for part in self.parts]
-        return min((end for end in ends if end >= 0), default=-1)
+        end = -1
+        for part in self.parts:
+            last = part.seq_pos_max(seq_id)
+            if last >= 0 and (end < 0 or last < end):
+                end = last
+        return end
 
     def n_free(self) -> int:
         """How many cells of the widest group may be filled."""
@@ -155,7 +159,7 @@ class HybridCache(Cache):
         return done
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share what src holds in the range.
+        """Share what src holds in the range with dst.
 
         If that is all of it, dst holds nothing else afterwards: a state cannot be added to.
 
@@ -220,7 +224,7 @@ class HybridCache(Cache):
     # -- beyond llama.cpp's
 
     def rewind(self, seq_id: int, p0: int) -> int:
-        """Drop a sequence from p0 on, and as much before it as some part has to give up."""
+        """Drop a sequence from p0 on, and as much before it as some part has to drop."""
         self.require_idle()
         end = max(p0, 0)
         while True:
@@ -257,20 +261,21 @@ class HybridCache(Cache):
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a part cannot place a batch that is well formed."""
-        self.require_idle()
         for part in self.parts:
+            part.require_idle()
             part.check_rows(rows, coupled)
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take what microbatches need of every part, or raise and take nothing."""
-        taken: list[Placement] = []
+        taken, groups = list[Placement](), list[CellPart]()
         try:
-            taken.extend(part.take(micros) for part in self.parts)
+            for part in self.parts:
+                taken.append(part.take(micros))
+                groups += taken[-1].groups
         except BaseException:
             for placement in reversed(taken):
                 placement.release()
             raise
-        groups = [group for placement in taken for group in placement.groups]
         self._open = Placement(micros, groups, taken[-1].states)
         return self._open
 

@@ -1,14 +1,9 @@
 """Where the tokens of a batch go, and what becomes of them.
 
-A :class:`Placement` holds the cells of a whole batch, taken before any of it is computed:
-``commit`` leaves head behind the last one; ``release`` frees exactly these cells and puts head
+A :class:`Placement` holds what a whole batch takes of a cache, taken before any of it is computed:
+``commit`` leaves head behind the last cell; ``release`` frees exactly these cells and puts head
 back, so that a decode which fails or is interrupted, at whatever microbatch, changes nothing. What
 it wrote into them is wiped.
-
-Which free cells tokens go into.
-
-Cells are searched from ``head`` on: first n free neighbours, wrapping once past the end (a run
-itself never wraps), else n free cells in order. The search changes nothing.
 """
 
 from __future__ import annotations
@@ -19,87 +14,15 @@ from types import TracebackType
 
 import numpy as np
 
-from kvcellar.batch import MicroBatch, Rows
+from kvcellar.batch import MicroBatch
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.cellsets import unpack_owners
 from kvcellar.errors import BatchError, CacheError, CacheFull
 from kvcellar.plan import CellPlan, Plan, attention_mask, cell_lists
-from kvcellar.types import CacheSpec, Float16Array, Int64Array, OwnerBits
+from kvcellar.types import Float16Array, Int64Array, OwnerBits
 
 _CHUNK = 2048
-
-
-def find_cells(table: CellTable, n: int) -> Int64Array:
-    """Free cells for n tokens, in the order in which the tokens take them.
-
-    Raises:
-        CacheFull: fewer than n cells are free.
-    """
-    require_free(table, n)
-    # Far behind everything that is used: better to look at the start again.
-    head = 0 if table.head > table.used + 2 * n else table.head
-    stop = table.size - n + 1
-    for lo, hi in ((head, stop), (0, min(head, stop))):
-        start = _find_run(table, lo, hi, n)
-        if start is not None:
-            return np.arange(start, start + n)
-    ahead = np.flatnonzero(~table.taken(head, table.size))[:n] + head
-    behind = np.flatnonzero(~table.taken(0, head))[: n - len(ahead)]
-    return np.concatenate((ahead, behind))
-
-
-def require_free(table: CellTable, n: int) -> None:
-    """Raise CacheFull, saying why, unless n cells may be filled."""
-    if (free := table.n_free()) < n:
-        kept = table.size - table.used - free
-        hint = f"{kept} more are kept until the transaction ends" if kept else ""
-        raise CacheFull(n, free, hint)
-
-
-def _find_run(table: CellTable, lo: int, hi: int, n: int) -> int | None:
-    """The first start in ``[lo, hi)`` of n free neighbours."""
-    top, chunk = table.cell_max() if table.reserved is None else table.size, _CHUNK
-    run = at = lo  # cells run .. at are known to be free
-    while run < hi:
-        if at - run >= n or at >= top:
-            return run
-        end = min(at + chunk, top)
-        busy = table.taken(at, end)
-        if n == 1:
-            first = int(busy.argmin())
-            run = end if busy[first] else at + first
-        else:
-            edges = np.flatnonzero(busy) + at
-            starts = np.concatenate(([run], edges + 1))
-            wide = np.flatnonzero(edges - starts[:-1] >= n)
-            run = int(starts[wide[0] if len(wide) else -1])
-        at, chunk = end, chunk * 4
-    return None
-
-
-def check_coupled(cell_owners: OwnerBits, row_owners: OwnerBits) -> None:
-    """Refuse tokens whose owners do not hold the same cells: their contexts would be mixed.
-
-    Raises:
-        BatchError: names such a token and its owners.
-    """
-    several = (row_owners & (row_owners - np.uint64(1))).any(axis=0)
-    if len(row_owners) > 1:
-        several |= np.count_nonzero(row_owners, axis=0) > 1
-    if not several.any():
-        return
-    last_row = {row_owners[:, row].tobytes(): int(row) for row in np.flatnonzero(several)}
-    for row in last_row.values():
-        wanted = row_owners[:, [row]]
-        for held in (cell_owners, row_owners[:, :row]):
-            common = held & wanted
-            if (common.any(axis=0) & (common != wanted).any(axis=0)).any():
-                seq_ids = unpack_owners(wanted)[1].tolist()
-                raise BatchError(
-                    f"token {row} is shared by sequences {seq_ids}, which do not hold the same "
-                    "cells: give each its own token, or seq_cp one to the others first"
-                )
 
 
 class Placement:
@@ -125,12 +48,13 @@ class Placement:
         self._parts: list[CellPart | StatePlacement] = [*self.groups]
         if states is not None:
             self._parts.append(states)
+        self.first = self._parts[0]  # the first to be committed, the last to be released
         self._taken = 0
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be committed or released."""
-        return self._parts[0].is_open  # the first to be committed, the last to be released
+        return self.first.is_open
 
     @property
     def cells(self) -> Int64Array:
@@ -151,16 +75,12 @@ class Placement:
         for i in range(self._taken, len(self.micros)):
             self._require_open()
             self._taken = i + 1
-            yield self._plan(i, mask_buffer, lists)
-
-    def _plan(self, i: int, mask_buffer: Float16Array | None, lists: Sequence[bool]) -> Plan:
-        plans = []
-        for number, group in enumerate(self.groups):
-            plans.append(group.plan(i, mask_buffer, any(lists[number : number + 1])))
-            mask_buffer = None
-        return Plan(
-            self.micros[i], tuple(plans), None if self.states is None else self.states.plan(i)
-        )
+            groups = []
+            for number, group in enumerate(self.groups):
+                as_lists = number < len(lists) and lists[number]
+                groups.append(group.plan(i, None if number else mask_buffer, as_lists))
+            states = None if self.states is None else self.states.plan(i)
+            yield Plan(self.micros[i], tuple(groups), states)
 
     def commit(self) -> None:
         """Keep what was taken: everything has been computed."""
@@ -174,7 +94,7 @@ class Placement:
             part.release()
 
     def _require_open(self) -> None:
-        if not self.is_open:
+        if not self.first.is_open:
             raise CacheError("this placement has been committed or released already")
 
     def __enter__(self) -> Placement:
@@ -186,7 +106,7 @@ class Placement:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None and self._taken == len(self.micros) and self.is_open:
+        if kind is None and self._taken == len(self.micros) and self.first.is_open:
             self.commit()
         else:
             self.release()
@@ -195,12 +115,7 @@ class Placement:
 class CellPart(ABC):
     """A batch's cells in one cache of K and V, taken and neither committed nor released."""
 
-    def __init__(self, table: CellTable, spec: CacheSpec, micros: Sequence[MicroBatch]) -> None:
-        self.is_open = True
-        self._table = table
-        self._spec = spec
-        self._micros = tuple(micros)
-        self._cells: list[Int64Array] = []
+    is_open = True
 
     @property
     @abstractmethod
@@ -225,37 +140,45 @@ class CellPlacement(CellPart):
 
     Args:
         table: where they are.
-        spec: the shape.
+        padding: what the number of cells that attention looks at is rounded up to.
+        window: how many positions a token sees, its own included; 0: all.
         micros: what is placed.
         wipe: zeroes the rows of cells.
+
+    Attributes:
+        n_kv: how many cells attention looks at for the last of them.
     """
 
     def __init__(
         self,
         table: CellTable,
-        spec: CacheSpec,
+        padding: int,
+        window: int,
         micros: Sequence[MicroBatch],
         wipe: Callable[[Int64Array], None],
     ) -> None:
-        super().__init__(table, spec, micros)
+        self._table = table
+        self._padding = padding
+        self._window = window
+        self._micros = micros
         self._wipe = wipe
         self._head = table.head
+        self._cells: list[Int64Array] = []
         self._tops: list[int] = []  # cell_max as each microbatch sees it
         self._taken = 0
+        top = table.cell_max()
         try:
-            for micro in self._micros:
-                self._place(micro)
+            for micro in micros:
+                cells = find_cells(table, len(micro.positions))
+                table.place(cells, micro.positions, micro.owners, micro.tokens)
+                table.head = (int(cells[-1]) + 1) % table.size
+                self._cells.append(cells)
+                top = max(top, int(cells.max()) + 1)
+                self._tops.append(top)
         except BaseException:
             self.release()
             raise
-
-    def _place(self, micro: MicroBatch) -> None:
-        table, top = self._table, self._table.cell_max()
-        cells = find_cells(table, micro.n_tokens)
-        table.place(cells, micro.positions, micro.owners, micro.tokens)
-        table.head = (int(cells[-1]) + 1) % table.size
-        self._cells.append(cells)
-        self._tops.append(max(top, int(cells.max()) + 1))
+        self.n_kv = padded_n_kv(top, padding, table.size)
 
     @property
     def cells(self) -> Int64Array:
@@ -265,8 +188,9 @@ class CellPlacement(CellPart):
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes."""
         self._taken = max(self._taken, i + 1)
-        micro, cells, top = self._micros[i], self._cells[i], self._tops[i]
-        return cell_plan(self._table, self._spec, micro, cells, top, mask_buffer, as_lists)
+        table, micro, cells, top = self._table, self._micros[i], self._cells[i], self._tops[i]
+        n_kv = 0 if as_lists else padded_n_kv(top, self._padding, table.size)
+        return cell_plan(table, micro, cells, top, n_kv, self._window, mask_buffer)
 
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
@@ -286,34 +210,105 @@ class CellPlacement(CellPart):
 
 def cell_plan(
     table: CellTable,
-    spec: CacheSpec,
     micro: MicroBatch,
     cells: Int64Array,
     top: int,
+    n_kv: int,
+    window: int,
     mask_buffer: Float16Array | None,
-    as_lists: bool,
 ) -> CellPlan:
-    """What a microbatch that was put into these cells may read of those below ``top``."""
-    window = spec.window
-    if as_lists:
+    """What a microbatch that was put into these cells may read.
+
+    Args:
+        table: who owns which cell.
+        micro: the microbatch.
+        cells: where it was put.
+        top: cells from here on are not read.
+        n_kv: how many cells a mask is about; 0: lists of cells, not a mask.
+        window: how many positions a token sees, its own included; 0: all.
+        mask_buffer: where to build the mask.
+    """
+    if n_kv == 0:
         lists = cell_lists(micro, table.positions[:top], table.owners[:, :top], window)
-        return CellPlan(cells, _no_mask(micro.n_tokens), lists)
-    n_kv = padded_n_kv(top, spec.padding, table.size)
+        return CellPlan(cells, np.empty((len(cells), 0), np.float16), lists)
     positions, owners = table.positions[:n_kv], table.owners[:, :n_kv]
     return CellPlan(cells, attention_mask(micro, positions, owners, mask_buffer, window=window))
 
 
-def _no_mask(n: int) -> Float16Array:
-    return np.empty((n, 0), np.float16)
+def find_cells(table: CellTable, n: int) -> Int64Array:
+    """Free cells for n tokens, in the order in which the tokens take them.
+
+    They are searched from ``head`` on: first n free neighbours, wrapping once past the end (a run
+    itself never wraps), else n free cells in order. The search changes nothing.
+
+    Raises:
+        CacheFull: fewer than n cells are free.
+    """
+    # Far behind everything that is used: better to look at the start again.
+    head = 0 if table.head > table.used + 2 * n else table.head
+    top = table.cell_max() if table.reserved is None else table.size  # from here on all are free
+    stop = table.size - n + 1
+    if top <= head < stop:
+        return np.arange(head, head + n)
+    require_free(table, n)
+    for lo, hi in ((head, stop), (0, min(head, stop))):
+        start = _find_run(table, lo, hi, n, top)
+        if start is not None:
+            return np.arange(start, start + n)
+    ahead = np.flatnonzero(~table.taken(head, table.size))[:n] + head
+    behind = np.flatnonzero(~table.taken(0, head))[: n - len(ahead)]
+    return np.concatenate((ahead, behind))
 
 
-def micro_batch(rows: Rows, part: Int64Array) -> MicroBatch:
-    """The microbatch of these rows of a batch."""
-    return MicroBatch(
-        rows=part.astype(np.int32),
-        tokens=None if rows.tokens is None else rows.tokens[part],
-        embeddings=None if rows.embeddings is None else rows.embeddings[part],
-        positions=rows.positions[part],
-        owners=rows.owners[:, part],
-        outputs=np.flatnonzero(rows.wanted[part]).astype(np.int32),
-    )
+def require_free(table: CellTable, n: int) -> None:
+    """Raise CacheFull, saying why, unless n cells may be filled."""
+    if (free := table.n_free()) < n:
+        kept = table.size - table.used - free
+        hint = f"{kept} more are kept until the transaction ends" if kept else ""
+        raise CacheFull(n, free, hint)
+
+
+def _find_run(table: CellTable, lo: int, hi: int, n: int, top: int) -> int | None:
+    """The first start in ``[lo, hi)`` of n free neighbours; all cells from ``top`` on are free."""
+    chunk = _CHUNK
+    run = at = lo  # cells run .. at are known to be free
+    while run < hi:
+        if at - run >= n or at >= top:
+            return run
+        end = min(at + chunk, top)
+        busy = table.taken(at, end)
+        if n == 1:
+            first = int(busy.argmin())
+            run = end if busy[first] else at + first
+        else:
+            edges = np.flatnonzero(busy) + at
+            starts = np.concatenate(([run], edges + 1))
+            wide = np.flatnonzero(edges - starts[:-1] >= n)
+            run = int(starts[wide[0] if len(wide) else -1])
+        at, chunk = end, chunk * 4
+    return None
+
+
+def check_coupled(table: CellTable, row_owners: OwnerBits) -> None:
+    """Refuse tokens whose owners do not hold the same cells: their contexts would be mixed.
+
+    Raises:
+        BatchError: names such a token and its owners.
+    """
+    several = (row_owners & (row_owners - np.uint64(1))).any(axis=0)
+    if len(row_owners) > 1:
+        several |= np.count_nonzero(row_owners, axis=0) > 1
+    if not several.any():
+        return
+    cell_owners = table.owners[:, : table.cell_max()]
+    last_row = {row_owners[:, row].tobytes(): int(row) for row in np.flatnonzero(several)}
+    for row in last_row.values():
+        wanted = row_owners[:, [row]]
+        for held in (cell_owners, row_owners[:, :row]):
+            common = held & wanted
+            if (common.any(axis=0) & (common != wanted).any(axis=0)).any():
+                seq_ids = unpack_owners(wanted)[1].tolist()
+                raise BatchError(
+                    f"token {row} is shared by sequences {seq_ids}, which do not hold the same "
+                    "cells: give each its own token, or seq_cp one to the others first"
+                )

@@ -1,6 +1,6 @@
 """The recurrent cache: one cell a sequence's state, over a store of states.
 
-A state is never changed in its row as long as anybody refers to it: a decode reads one row and
+A state is never changed in its row as long as anything refers to it: a decode reads one row and
 writes another. So sharing a state, keeping it as a checkpoint and taking back a transaction are
 references to rows, and no byte is copied. There is no table of cells: sequences that share a state
 may stand at different positions, and a state stands for many tokens, which a cell does not know.
@@ -90,7 +90,8 @@ class RecurrentCache(Cache):
 
     def seq_pos_max(self, seq_id: int) -> int:
         """The position of the last token, -1 when the sequence is empty."""
-        return self._history(seq_id).last
+        held = self._held(seq_id)
+        return -1 if held is None else held.history.last
 
     def n_free(self) -> int:
         """How many more tokens fit: always as many as the context was made for."""
@@ -98,7 +99,8 @@ class RecurrentCache(Cache):
 
     def seq_count(self, seq_id: int) -> int:
         """How many tokens the sequence's state has absorbed."""
-        return self._history(seq_id).n
+        held = self._held(seq_id)
+        return 0 if held is None else held.history.n
 
     def seq_tokens(self, seq_id: int) -> Int32Array:
         """Their ids in their order; -1 where an embedding was decoded."""
@@ -118,7 +120,7 @@ class RecurrentCache(Cache):
         return tuple(int(held.history.positions[one.n - 1]) for one in held.checkpoints)
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
-        """The rows as a value: of each its owners, and the last token of the first of them."""
+        """The rows as a value: the owners of each, and the last token of the first owner."""
         table = CellTable(self.store.spec.n_rows, self.spec.n_seq_max)
         owners: dict[int, list[int]] = {}
         for seq, held in enumerate(self.states.of):
@@ -131,7 +133,7 @@ class RecurrentCache(Cache):
         return CacheView.of(table, n_seq_max)
 
     def check(self) -> None:
-        """Prove that nobody who refers to a row means another state than the others do."""
+        """Prove that all references to a row mean the same state."""
         self.states.check()
 
     # -- llama.cpp's verbs
@@ -151,7 +153,7 @@ class RecurrentCache(Cache):
         return True
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's state in place of its own; the range cannot matter."""
+        """Share src's state with dst, in place of its own; the range cannot matter."""
         self.require_idle()
         clamp_range(p0, p1)
         a, b = self._checked(src), self._checked(dst)
@@ -204,7 +206,7 @@ class RecurrentCache(Cache):
             self.store.zero()
 
     def zero_unused(self) -> None:
-        """Zero the rows that nobody refers to."""
+        """Zero the rows that nothing refers to."""
         self.store.wipe(np.array(self.states.unused(), np.int64))
 
     def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
@@ -238,7 +240,7 @@ class RecurrentCache(Cache):
         checkpoints: bool,
     ) -> SequenceData:
         """Copy the states of sequences, and the texts from a position on that made them."""
-        rows: dict[int, int] = {}  # of each row its number among the states
+        rows: dict[int, int] = {}  # the number of each row among the states
         held: list[SequenceStateData | None] = []
         for seq in seq_ids:
             mine = self.states.of[seq]
@@ -280,8 +282,7 @@ class RecurrentCache(Cache):
 
         Two states cannot be mixed, so ``coupled="any"`` allows nothing more.
         """
-        self.require_idle()
-        last = [self.seq_pos_max(seq) for seq in range(self.spec.n_seq_max)]
+        last = [-1 if held is None else held.history.last for held in self.states.of]
         check_follows(rows, last, self.states.rows())
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
@@ -291,7 +292,6 @@ class RecurrentCache(Cache):
             BatchError: a microbatch has not equally many tokens of its sequences.
             CacheFull: that is not enough; nothing has changed.
         """
-        self.require_idle()
         states, before = self.states, list(self.states.of)
         spare = states.spare()
         kept = " but those that a transaction keeps" if self._nest else ""
@@ -367,9 +367,9 @@ class StateTransaction(Transaction):
 def state_rows(n_seq_max: int, n_checkpoints: int) -> int:
     """How many rows a store needs, so that a batch of all sequences always finds free ones.
 
-    Of each sequence the state that it has, the one being decoded, and one that a transaction wants
-    back, if rows of checkpoints are not as many. Where transactions are nested, checkpoints make
-    room, or ``CacheFull`` says that none is left.
+    For each sequence, the state that it has, the one being decoded, and one that a transaction
+    wants back, if there are fewer rows of checkpoints. Where transactions are nested, checkpoints
+    make room, or ``CacheFull`` says that none is left.
     """
     return 2 * n_seq_max + max(n_checkpoints, n_seq_max)
 
@@ -379,8 +379,8 @@ def check_follows(rows: Rows, last: Sequence[int], states: Sequence[int]) -> Non
 
     Args:
         rows: the batch.
-        last: of each sequence its last position, -1 if it is empty and may start anywhere.
-        states: of each sequence a number that tells its state from others.
+        last: for each sequence, its last position; -1 if it is empty and may start anywhere.
+        states: for each sequence, a number that tells its state from others.
 
     Raises:
         PositionError: a position does not follow on; names both.

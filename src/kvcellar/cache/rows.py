@@ -1,18 +1,9 @@
-"""What happens to K and V rows between decodes, in step with the table of cells.
+"""K and V rows in step with the table of cells: rotated, compacted, copied, wiped and resized.
 
 * A row is written before the table says that it is there: if the store fails, the table is as it
   was, and only rows of free cells have changed (invariant 5).
 * Invariant 9: rows of freed cells are zeroed before attention looks at them again; those that a
   transaction keeps hold what was computed once, and are no worse than cells of other sequences.
-
-Which cells to move so that the used ones are neighbours again.
-
-Each hole among the first ``used`` cells is filled, from the left, with exactly as many used cells
-as it has room for, taken from the end of the cache; the cells of a hole keep their order. A run of
-neighbours counts as one move. Cells only move to the left, and none is both source and target.
-
-Fixed cells, which a transaction keeps, are neither holes nor moved: the others close up around
-them.
 """
 
 from __future__ import annotations
@@ -32,67 +23,12 @@ from kvcellar.errors import CacheFull, NotSupported, OptionError
 from kvcellar.types import BoolArray, Int64Array
 
 _WORTHWHILE = 128  # cells below which compaction never pays
-
-
-class Moves(NamedTuple):
-    """Cell ``src[i]`` goes to ``dst[i]``, src ascending; ``n_runs`` runs of neighbours move."""
-
-    src: Int64Array
-    dst: Int64Array
-    n_runs: int
-
-
-def plan_moves(
-    occupied: BoolArray, max_moves: int | None = None, fixed: BoolArray | None = None
-) -> Moves:
-    """The moves that compact a cache, or the first ``max_moves`` of them.
-
-    Args:
-        occupied: whether each cell is used.
-        max_moves: how many runs may be moved at most; None moves all.
-        fixed: whether each cell, used or not, has to be left as it is; None: no cell.
-    """
-    if max_moves is not None and max_moves < 1:
-        raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
-    held = occupied if fixed is None else occupied | fixed
-    used = int(np.count_nonzero(held))
-    movable = occupied if fixed is None else occupied & ~fixed
-    tail = np.flatnonzero(movable[used:]) + used
-    n = len(tail)
-    dst = np.flatnonzero(~held[:used])[:n]
-    if n == 0:
-        return Moves(dst, tail, 0)
-    starts = np.flatnonzero(np.diff(dst, prepend=-2) != 1)  # where each hole begins in dst
-    sizes = np.diff(np.append(starts, n))
-    # Hole k holds dst[starts[k] : starts[k] + sizes[k]] and takes as many cells from the end of
-    # what earlier holes have left of the tail.
-    first = np.repeat(n - starts - sizes, sizes)
-    src = tail[first + np.arange(n) - np.repeat(starts, sizes)]
-    is_start = np.diff(src, prepend=-2) != 1
-    is_start[starts] = True
-    run = np.cumsum(is_start)
-    kept = n if max_moves is None else int(np.searchsorted(run, max_moves, side="right"))
-    order = np.argsort(src[:kept])
-    return Moves(src[order], dst[order], int(run[kept - 1]))
-
-
-def fragmentation(cell_max: int, used: int) -> float:
-    """The share of holes below ``cell_max``, from 0 to 1; small caches count as compact."""
-    return 1.0 - used / cell_max if cell_max >= _WORTHWHILE else 0.0
-
-
-def check_threshold(defrag_threshold: float | None) -> None:
-    """Raise OptionError if compaction cannot be wanted from that share of holes on."""
-    if defrag_threshold is not None and not 0.0 <= defrag_threshold < 1.0:
-        raise OptionError(f"defrag_threshold is {defrag_threshold}: it must be in [0, 1)")
-
-
 AUTOMATIC_MOVES = 256
-"""How many runs of cells a compaction that nobody asked for may move at a time."""
+"""How many runs of cells a compaction that was not requested may move at a time."""
 
 
 class StoreSync:
-    """Rotation, compaction, copies of shared cells, wiping and resizing.
+    """Keeps a store of K and V rows in step with a table of cells.
 
     Args:
         table: who owns which cell.
@@ -125,45 +61,47 @@ class StoreSync:
         self._request = self._table.size if max_moves is None else max_moves
 
     def update(self) -> None:
-        """Rotate K rows that wait for it, then compact if that is asked for or wanted."""
-        cells = self._table.pending_cells()
-        if len(cells):
-            if self.has_rope:
+        """Rotate K rows whose shifts are pending, then compact if requested or worthwhile."""
+        table = self._table
+        if table.shifted:
+            cells = table.pending_cells()
+            if len(cells) and self.has_rope:
                 self.journal.before_rotation(cells)
-                self._store.rotate(cells, self._table.pending[cells])
-            self._table.settle()
+                self._store.rotate(cells, table.pending[cells])
+            table.settle()
         if self._request is not None:
             self._compact(self._request)
             self._request = None
-        elif self._is_fragmented():
+        elif self._threshold is not None and self._is_fragmented(self._threshold):
             self._compact(AUTOMATIC_MOVES)
 
-    def copy_shared(self, seq_id: int, cells: Cells) -> None:
-        """Give a sequence its own copies of those cells that it shares.
+    def copy_shared(self, seq: int, shared: Cells) -> None:
+        """Give a sequence its own copies of cells that it shares, at least one.
 
         Raises:
             CacheFull, NotSupported: that cannot be; nothing has changed.
         """
-        src = cell_numbers(self._table.shared(cells))
-        if len(src):
-            self.require_copy("moving the positions of shared cells")
-            dst = find_cells(self._table, len(src))
-            self._written[dst] = True
-            self._store.copy(src, dst)
-            self._table.split(seq_id, src, dst)
+        self.require_copy("moving the positions of shared cells")
+        src = cell_numbers(shared)
+        dst = find_cells(self._table, len(src))
+        self._written[dst] = True
+        self._store.copy(src, dst)
+        self._table.split(seq, src, dst)
 
-    def wipe_freed(self, padding: int) -> None:
-        """Zero what freed cells still hold: a mask adds -inf, which hides no NaN (invariant 9).
+    def wipe_freed(self, n_kv: int) -> None:
+        """Zero what the freed of ``n_kv`` cells still hold.
 
-        Cells that were filled again at once are left alone, so taking back a draft costs nothing.
+        A mask adds -inf, which hides no NaN (invariant 9). Cells that were filled again at once are
+        left alone, so taking back a draft costs nothing.
         """
-        top = self._table.n_kv(padding)
-        taken = self._table.taken(0, top)
-        self._wipe(self._written[:top] & ~taken)
-        self._written[:top] = taken
+        taken = self._table.taken(0, n_kv)
+        stale = self._written[:n_kv] > taken  # written, but not taken
+        if stale.any():
+            self._wipe(stale)
+        self._written[:n_kv] = taken
 
     def clear(self, data: bool) -> None:
-        """Empty the table, and zero the rows if so wanted; those a transaction keeps, later."""
+        """Empty the table and, with ``data``, zero the rows; those a transaction keeps, later."""
         self._table.clear()
         self._request = None
         if not data:
@@ -180,15 +118,15 @@ class StoreSync:
         self._wipe(self._written & ~self._table.taken(0, self._table.size))
 
     def mark(self, cells: Int64Array) -> None:
-        """Know that these cells are about to have rows that are not decoded into them."""
+        """Mark cells as written: their rows come from an import, not a decode."""
         self._written[cells] = True
 
     def mark_held(self) -> None:
-        """Know that held cells have rows, where they were not decoded into them."""
+        """Mark every held cell as written."""
         self._written |= self._table.positions >= 0
 
     def resize(self, size: int) -> None:
-        """Have so many cells, compacted if they would not fit otherwise.
+        """Resize store and table to ``size`` cells; compact first if they would not fit otherwise.
 
         Raises:
             CacheFull: more cells are used; nothing has changed.
@@ -220,12 +158,10 @@ class StoreSync:
             self._store.wipe(stale)
             self._written[stale] = False
 
-    def _is_fragmented(self) -> bool:
-        if self._threshold is None:
-            return False
+    def _is_fragmented(self, threshold: float) -> bool:
         top = self._table.cell_max()
         held = int(np.count_nonzero(self._table.taken(0, top)))
-        return fragmentation(top, held) > self._threshold
+        return fragmentation(top, held) > threshold
 
     def _compact(self, max_moves: int) -> None:
         table, top = self._table, self._table.cell_max()
@@ -238,9 +174,68 @@ class StoreSync:
             table.head = int(np.count_nonzero(table.taken(0, top)))
 
     def remember_request(self) -> Undo:
-        """What puts back the request for compaction; see :meth:`Cache.watch`."""
+        """Return what puts the request for compaction back; see :meth:`Cache.watch`."""
         return partial(self._recall, self._request)
 
     def _recall(self, request: int | None) -> None:
         self._request = request
         self.mark_held()
+
+
+def check_threshold(defrag_threshold: float | None) -> None:
+    """Raise OptionError if compaction cannot be wanted from that share of holes on."""
+    if defrag_threshold is not None and not 0.0 <= defrag_threshold < 1.0:
+        raise OptionError(f"defrag_threshold is {defrag_threshold}: it must be in [0, 1)")
+
+
+def fragmentation(cell_max: int, used: int) -> float:
+    """The share of holes below ``cell_max``, from 0 to 1; small caches count as compact."""
+    return 1.0 - used / cell_max if cell_max >= _WORTHWHILE else 0.0
+
+
+class Moves(NamedTuple):
+    """Cell ``src[i]`` goes to ``dst[i]``, src ascending; ``n_runs`` runs of neighbours move."""
+
+    src: Int64Array
+    dst: Int64Array
+    n_runs: int
+
+
+def plan_moves(
+    occupied: BoolArray, max_moves: int | None = None, fixed: BoolArray | None = None
+) -> Moves:
+    """The moves that compact a cache, or the first ``max_moves`` of them.
+
+    Each hole among the first ``used`` cells is filled, from the left, with exactly as many used
+    cells as it has room for, taken from the end of the cache; the cells of a hole keep their order.
+    A run of neighbours counts as one move. Cells only move to the left, and none is both source and
+    target. Fixed cells, which a transaction keeps, are neither holes nor moved: the others close up
+    around them.
+
+    Args:
+        occupied: whether each cell is used.
+        max_moves: how many runs may be moved at most; None moves all.
+        fixed: whether each cell, used or not, has to be left as it is; None: no cell.
+    """
+    if max_moves is not None and max_moves < 1:
+        raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
+    held = occupied if fixed is None else occupied | fixed
+    used = int(np.count_nonzero(held))
+    movable = occupied if fixed is None else occupied & ~fixed
+    tail = np.flatnonzero(movable[used:]) + used
+    n = len(tail)
+    dst = np.flatnonzero(~held[:used])[:n]
+    if n == 0:
+        return Moves(dst, tail, 0)
+    starts = np.flatnonzero(np.diff(dst, prepend=-2) != 1)  # where each hole begins in dst
+    sizes = np.diff(np.append(starts, n))
+    # Hole k holds dst[starts[k] : starts[k] + sizes[k]] and takes as many cells from the end of
+    # what earlier holes have left of the tail.
+    first = np.repeat(n - starts - sizes, sizes)
+    src = tail[first + np.arange(n) - np.repeat(starts, sizes)]
+    is_start = np.diff(src, prepend=-2) != 1
+    is_start[starts] = True
+    run = np.cumsum(is_start)
+    kept = n if max_moves is None else int(np.searchsorted(run, max_moves, side="right"))
+    order = np.argsort(src[:kept])
+    return Moves(src[order], dst[order], int(run[kept - 1]))

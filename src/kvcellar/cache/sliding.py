@@ -1,9 +1,9 @@
 """The cache of layers that attend to a window: cells that left it are used again.
 
 An :class:`AttentionCache` of fewer cells. What a token sees is the same, so decoding gives what a
-cache of full size gives (that one, with ``spec.window`` set, is llama.cpp's ``swa_full``). What
-slid out cannot be had again, and no verb leaves a sequence without the window before its next
-token: it would be computed with a hole that nobody notices.
+cache of full size gives (that one, with ``spec.window`` set, is llama.cpp's ``swa_full``). Evicted
+tokens cannot be restored, and no verb leaves a sequence without the window before its next token:
+that token would be computed with a hole, unnoticed.
 
 * ``seq_rm`` returns False and changes nothing if that would happen. From the middle of a sequence
   it removes only what leaves the next token its window when the rest has moved up. A tail also
@@ -11,7 +11,7 @@ token: it would be computed with a hole that nobody notices.
 * ``seq_cp``, ``seq_add`` and ``seq_div`` raise CacheError in that case.
 * The last token of a sequence can always be removed and decoded again.
 * ``seq_tokens``, ``seq_positions``, ``seq_count`` and ``seq_pos_min`` are about what is held;
-  :meth:`SlidingCache.seq_evicted` tells what slid out. ``seq_pos_max`` is that of the whole
+  :meth:`SlidingCache.seq_evicted` tells what was evicted. ``seq_pos_max`` is that of the whole
   sequence.
 
 With :func:`sliding_size` cells a batch can always be placed, whatever the sequences hold. Equal
@@ -79,10 +79,9 @@ class SlidingCache(AttentionCache):
                 "all; layers that see everything (window 0) belong into an AttentionCache"
             )
         super().__init__(spec, store, defrag_threshold=defrag_threshold)
-        self._window = windows[0]
-        self._room = WindowEviction(self.table, store, self._sync.journal, self._window)
+        self._eviction = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
-        self._keeper = WindowKeeper(self._checkpoints, self._room, self._sync, self._window)
+        self._keeper = WindowKeeper(self._checkpoints, self._eviction, self._sync, self._window)
         self.watch(self._remember)
 
     # -- questions
@@ -91,15 +90,15 @@ class SlidingCache(AttentionCache):
         """How many more tokens fit; if there are cells beyond the windows, any number does."""
         if self.spec.size > n_kept(self._window) * self.spec.n_seq_max:
             return MAX_POSITION
-        return self._room.n_free()
+        return self._eviction.n_free()
 
     def seq_evicted(self, seq_id: int) -> Int32Array:
-        """The ids of a sequence's tokens that slid out, in the order of their positions."""
-        return self._room.evicted[self.table.checked(seq_id)].tokens
+        """The ids of a sequence's evicted tokens, in the order of their positions."""
+        return self._eviction.evicted[self.table.checked(seq_id)].tokens
 
     def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
-        return self._room.evicted[self.table.checked(seq_id)].positions
+        return self._eviction.evicted[self.table.checked(seq_id)].positions
 
     def checkpoints(self, seq_id: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to, ascending, beside those in its window."""
@@ -108,7 +107,7 @@ class SlidingCache(AttentionCache):
     def check(self) -> None:
         """Prove invariants 1 to 4, and that no sequence lacks what its next token needs."""
         super().check()
-        for seq, evicted in enumerate(self._room.evicted):
+        for seq, evicted in enumerate(self._eviction.evicted):
             if not is_whole(evicted.positions, self.seq_positions(seq), self._window):
                 raise InvariantError(f"sequence {seq} lacks a part of its window")
 
@@ -138,7 +137,7 @@ class SlidingCache(AttentionCache):
         return True
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
-        """Let dst share src's cells in the range, and checkpoints that lie in it.
+        """Share src's cells in the range, and checkpoints that lie in it, with dst.
 
         Raises:
             CacheError: dst would lack the window before its next token; nothing has changed.
@@ -148,12 +147,14 @@ class SlidingCache(AttentionCache):
         lo, hi = clamp_range(p0, p1)
         if a != b and lo < hi:
             evicted = (
-                self._room.evicted[b].outside(lo, hi).joined(self._room.evicted[a].inside(lo, hi))
+                self._eviction.evicted[b]
+                .outside(lo, hi)
+                .joined(self._eviction.evicted[a].inside(lo, hi))
             )
             mine, theirs = self.seq_positions(b), self.seq_positions(a)
             held = np.concatenate((mine[~within(mine, lo, hi)], theirs[within(theirs, lo, hi)]))
             self._require_whole("seq_cp", b, evicted, held)
-            self._room.evicted[b] = evicted
+            self._eviction.evicted[b] = evicted
             self._checkpoints.share(a, b, lo, hi)
         self.table.seq_cp(a, b, lo, hi)
 
@@ -163,7 +164,7 @@ class SlidingCache(AttentionCache):
         self._forget(*(seq for seq in range(self.table.n_seq_max) if seq != seq_id))
 
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Move positions in the range, those of what slid out too; drops the checkpoints.
+        """Move positions in the range, those of evicted tokens too; drop the checkpoints.
 
         Raises:
             CacheError: the sequence would lack the window before its next token.
@@ -176,7 +177,7 @@ class SlidingCache(AttentionCache):
         self._take_over(seq_id, evicted)
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
-        """Divide positions in the range, those of what slid out too; as :meth:`seq_add`."""
+        """Divide positions in the range, those of evicted tokens too; as :meth:`seq_add`."""
         lo, hi = clamp_range(p0, p1)
         evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
         super().seq_div(seq_id, p0, p1, d)
@@ -222,9 +223,8 @@ class SlidingCache(AttentionCache):
 
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch may not be decoded; whether it finds room is for :meth:`take` to say."""
-        self.require_idle()
         if coupled == "same":
-            check_coupled(self.table.owners[:, : self.table.cell_max()], rows.owners)
+            check_coupled(self.table, rows.owners)
 
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take cells for microbatches that were checked; what is pending is applied first.
@@ -232,42 +232,44 @@ class SlidingCache(AttentionCache):
         Raises:
             CacheFull: they do not all find room; nothing has changed.
         """
-        self._room.require(micros)
-        self.update()
-        taken = SlidingPlacement(self._room, self.spec, micros, self._sync, self._keeper.committed)
-        self._open = Placement(micros, [taken])
+        self._eviction.require(micros)
+        self._sync.update()
+        taken = SlidingPlacement(
+            self._eviction, self._padding, micros, self._sync, self._keeper.committed
+        )
+        self._open = Placement(micros, (taken,))
         return self._open
 
     # -- steps
 
     def _resize(self, size: int) -> None:
-        """Have ``size`` cells; what slid out goes first if not everything would fit."""
-        saved = self._room.save()
+        """Have ``size`` cells; evict first if not everything would fit."""
+        saved = self._eviction.save()
         try:
             if size < self.used:
-                self._room.evict(self.used - size)
+                self._eviction.evict(self.used - size)
             super()._resize(size)
         except BaseException:
-            self._room.load(saved)
+            self._eviction.load(saved)
             raise
 
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
-        evicted, held = self._room.evicted[seq].positions, self.seq_positions(seq)
+        evicted, held = self._eviction.evicted[seq].positions, self.seq_positions(seq)
         shift = hi - lo if len(held) and hi <= int(held[-1]) else 0
         return is_whole(closed(evicted, lo, hi, shift), closed(held, lo, hi, shift), self._window)
 
     def _remove(self, seq_id: int, lo: int, hi: int) -> None:
         self.table.seq_rm(seq_id, lo, hi)
         for seq in range(self.table.n_seq_max) if seq_id == -1 else [seq_id]:
-            self._room.evicted[seq] = self._room.evicted[seq].outside(lo, hi)
+            self._eviction.evicted[seq] = self._eviction.evicted[seq].outside(lo, hi)
             self._checkpoints.cut(seq, lo)
 
     def _moved(self, verb: str, seq_id: int, lo: int, hi: int, move: Move) -> EvictedTokens | None:
-        """What slid out of a sequence, moved; None if nothing moves at all."""
+        """The evicted tokens of a sequence, moved; None if nothing moves at all."""
         self.require_idle()
         seq = self.table.checked(seq_id)
-        evicted, held = self._room.evicted[seq], self.seq_positions(seq).astype(np.int64)
+        evicted, held = self._eviction.evicted[seq], self.seq_positions(seq).astype(np.int64)
         new = np.where(within(held, lo, hi), move(held), held)
         moved = evicted.moved(lo, hi, move)
         if moved is evicted and bool((new == held).all()):
@@ -277,7 +279,7 @@ class SlidingCache(AttentionCache):
 
     def _take_over(self, seq_id: int, evicted: EvictedTokens | None) -> None:
         if evicted is not None:
-            self._room.evicted[seq_id] = evicted
+            self._eviction.evicted[seq_id] = evicted
             self._checkpoints.cut(seq_id, 0)
 
     def _require_whole(self, verb: str, seq: int, evicted: EvictedTokens, held: Positions) -> None:
@@ -290,14 +292,14 @@ class SlidingCache(AttentionCache):
 
     def _forget(self, *seqs: int) -> None:
         for seq in seqs:
-            self._room.evicted[seq] = EvictedTokens()
+            self._eviction.evicted[seq] = EvictedTokens()
             self._checkpoints.cut(seq, 0)
 
     def _remember(self) -> Undo:
-        evicted, checkpoints = list(self._room.evicted), self._checkpoints.save()
+        evicted, checkpoints = list(self._eviction.evicted), self._checkpoints.save()
 
         def undo() -> None:
-            self._room.evicted[:] = evicted
+            self._eviction.evicted[:] = evicted
             self._checkpoints.load(checkpoints)
 
         return undo
@@ -308,12 +310,12 @@ class SlidingCache(AttentionCache):
         self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool
     ) -> CellData:
         content = super()._export_cells(seq_ids, lo, hi, checkpoints)
-        evicted = tuple(_pairs(self._room.evicted[seq].inside(lo, hi)) for seq in seq_ids)
+        evicted = tuple(_pairs(self._eviction.evicted[seq].inside(lo, hi)) for seq in seq_ids)
         kept = self._port_checkpoints(seq_ids) if checkpoints else ()
         return replace(content, evicted=evicted, checkpoints=kept)
 
     def _import_cells(self, group: CellData, seq_ids: Sequence[int], shift: int) -> None:
-        """Put cells into empty sequences, and remember what slid out.
+        """Put cells into empty sequences, and remember what was evicted.
 
         Raises:
             SnapshotFileError: a sequence or a checkpoint lacks a part of its window.
@@ -327,14 +329,14 @@ class SlidingCache(AttentionCache):
         for number, seq in enumerate(seq_ids):
             if len(fitting.cells_of(number)):
                 at, tokens = fitting.evicted[number]
-                self._room.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
+                self._eviction.evicted[seq] = EvictedTokens.of(at + np.int32(shift), tokens)
         if shift == 0:  # rows of checkpoints stand at their positions
             for one in fitting.checkpoints:
                 self._port_in_checkpoint(one, [seq_ids[number] for number in one.owners])
 
     def _cells_for(self, n: int) -> Int64Array:
-        """Cells for n tokens, those that slid out of every window included."""
-        return self._room.take(n, self._room.kept_rows())
+        """Cells for n tokens, those that left every window included."""
+        return self._eviction.take(n, self._eviction.kept_rows())
 
     def _port_checkpoints(self, seq_ids: Sequence[int]) -> tuple[WindowData, ...]:
         owners: dict[int, list[int]] = {}
@@ -358,14 +360,14 @@ class SlidingCache(AttentionCache):
         if not is_whole(one.evicted[0], one.positions, self._window):
             raise SnapshotFileError(f"a part of the checkpoint at {one.positions[-1]} is missing")
         pieces = {"k": one.rows.k, "v": one.rows.v}
-        # Copies: whoever made the content may change it, or the file that it lies in.
-        rows = tuple(pieces[part][layer].copy() for layer, part in self._room.parts)
+        # Copies: the content, or the file that it lies in, may change.
+        rows = tuple(pieces[part][layer].copy() for layer, part in self._eviction.parts)
         evicted = EvictedTokens.of(*one.evicted)
         self._checkpoints.add(seqs[0], one.positions.copy(), one.tokens.copy(), rows, evicted)
         self._checkpoints.lend(seqs[0], seqs[1:], int(one.positions[-1]) + 1)
 
     def _by_layer(self, rows: Sequence[ByteArray]) -> RowBytes:
-        by = dict(zip(self._room.parts, rows, strict=True))
+        by = dict(zip(self._eviction.parts, rows, strict=True))
         layers = range(len(self.store.spec.layers))
         none = np.empty((len(rows[0]), 0), np.uint8)
         return RowBytes(

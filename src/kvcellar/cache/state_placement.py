@@ -1,7 +1,7 @@
 """Which rows the states of a batch are read from and written to.
 
 * A sequence's first microbatch reads the row that it has (the row of zeros if it has none) and
-  writes a row that nobody refers to. So until the batch is committed every state is as it was, and
+  writes a row that nothing refers to. So until the batch is committed every state is as it was, and
   a batch that fails is simply forgotten.
 * Later ones go on in place, in the row that the batch has taken, unless sequences that shared a
   token part there.
@@ -25,9 +25,9 @@ from kvcellar.types import Int32Array
 
 
 class RowPlans(NamedTuple):
-    """What the microbatches of a batch do to rows."""
+    """Which rows the microbatches of a batch read and write."""
 
-    members: list[list[tuple[int, ...]]]  # of each microbatch: whose each of its stretches is
+    members: list[list[tuple[int, ...]]]  # for each microbatch, the owners of its stretches
     plans: list[StatePlan]
     taken: list[int]  # the rows that were free and are not any more
 
@@ -61,7 +61,7 @@ def plan_rows(
 
     Args:
         micros: the batch.
-        rows: of each sequence, the row that it reads.
+        rows: for each sequence, the row that it reads.
         pool: rows that may be filled, in the order in which they are.
         hint: what to do about it if there are too few.
 
@@ -75,7 +75,7 @@ def plan_rows(
         members = members_of(micro)
         users, taken = Counter(now), set(pool[:n_taken])
         sources = [now[seqs[0]] for seqs in members]
-        moves = [  # to a row that nobody refers to yet
+        moves = [  # to a row that nothing refers to yet
             row not in taken or users[row] > len(seqs)
             for row, seqs in zip(sources, members, strict=True)
         ]
@@ -130,12 +130,12 @@ class StatePlacement:
         return self._rows.plans[i]
 
     def commit(self) -> None:
-        """Let the sequences have their new states."""
+        """Give the sequences their new states."""
         self._keep(self._pieces())
         self.is_open = False
 
     def release(self) -> None:
-        """Let everything be as it was before; a second time does nothing."""
+        """Put everything back as it was before; a second time does nothing."""
         if self.is_open:
             self.is_open = False
             self._forget()

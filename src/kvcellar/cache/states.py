@@ -1,19 +1,11 @@
-"""The states of all sequences, and which rows they need.
+"""The states of all sequences: which rows they need, and the texts that made them.
 
-A row is free when no sequence, no checkpoint of one and no open transaction refers to it. Nothing
-is counted up and down: who refers to what is asked when a row is wanted.
+A row is free when no sequence, no checkpoint of one and no open transaction refers to it. There are
+no reference counts: references are collected when a row is wanted.
 
-The tokens that a state has absorbed, and where they stand: a value that grows cheaply.
-
-A :class:`History` never changes. Those that grew out of each other share one log, of which each
-sees a beginning; the one that sees all of it can be extended without copying. So appending costs
-what is appended, and forks, checkpoints and rollbacks cost nothing until one of them goes its own
-way.
-
-What a cache of states knows of one sequence, as a value.
-
-A :class:`SequenceState` never changes: a verb makes another one, sequences that share it refer to
-the same, and what refers to an old one (a checkpoint, a transaction) can always go back to it.
+:class:`SequenceState` and :class:`History` never change: a verb makes another value, sequences that
+share a state refer to the same, and what refers to an old one (a checkpoint, a transaction) can
+always go back to it.
 """
 
 from __future__ import annotations
@@ -30,88 +22,175 @@ from kvcellar.cells import check_moved
 from kvcellar.errors import InvariantError, NotSupported, PositionError
 from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, StateSpec
 
-
-class _Log:
-    """Tokens and positions in arrays with room to grow; only ever appended to."""
-
-    def __init__(self, tokens: Int32Array, positions: Int32Array) -> None:
-        self.rows = np.stack((tokens, positions))
-        self.n = len(tokens)
-
-    def append(self, tokens: Int32Array | None, positions: Int32Array) -> None:
-        end = self.n + len(positions)
-        if end > self.rows.shape[1]:
-            grown = np.empty((2, max(16, 2 * end)), np.int32)
-            grown[:, : self.n] = self.rows[:, : self.n]
-            self.rows = grown
-        self.rows[0, self.n : end] = -1 if tokens is None else tokens
-        self.rows[1, self.n : end] = positions
-        self.n = end
+States = list["SequenceState | None"]
 
 
-class History:
-    """The first ``n`` tokens of a log."""
+class StateTable:
+    """What each sequence holds, None if it is empty.
 
-    __slots__ = ("_log", "n")
+    Args:
+        spec: the shape of the store.
+        policy: which older states are kept.
+    """
 
-    def __init__(self, log: _Log, n: int) -> None:
-        self._log = log
-        self.n = n
+    def __init__(self, spec: StateSpec, policy: CheckpointPolicy) -> None:
+        self.of: States = [None] * spec.n_seq_max
+        self.saved: list[States] = []  # what open transactions may want back
+        self.limit = policy.limit(spec.row_bytes)
+        self._every = policy.every
+        self._n_rows = spec.n_rows
+        self._made = 0
 
-    @classmethod
-    def empty(cls) -> History:
-        """That of a state of zeros."""
-        none = np.empty(0, np.int32)
-        return cls(_Log(none, none), 0)
+    # -- rows
 
-    @property
-    def tokens(self) -> Int32Array:
-        """Their ids in the order in which they were absorbed; -1 where an embedding was."""
-        return self._log.rows[0, : self.n]
+    def rows(self) -> list[int]:
+        """For each sequence, the row of its state; the row behind the last if it has none."""
+        return [self._n_rows if held is None else held.row for held in self.of]
 
-    @property
-    def positions(self) -> Int32Array:
-        """Where they stand; never descending."""
-        return self._log.rows[1, : self.n]
+    def unused(self) -> list[int]:
+        """The rows that nothing refers to."""
+        used = self._wanted_back()
+        for held in self.of:
+            used |= set() if held is None else held.rows
+        return [row for row in range(self._n_rows) if row not in used]
 
-    @property
-    def last(self) -> int:
-        """The position of the last token, -1 if there is none."""
-        return int(self._log.rows[1, self.n - 1]) if self.n else -1
+    def spare(self) -> list[int]:
+        """The rows that only checkpoints refer to and that can be evicted; the oldest first."""
+        fixed = self._wanted_back() | set(self.rows())
+        serials = self._serials()
+        return sorted(serials.keys() - fixed, key=lambda row: serials[row])
 
-    def n_before(self, p0: int) -> int:
-        """How many tokens stand before a position."""
-        return int(np.searchsorted(self.positions, p0))
+    def _wanted_back(self) -> set[int]:
+        return {row for states in self.saved for held in states if held for row in held.rows}
 
-    def extended(self, tokens: Int32Array | None, positions: Int32Array) -> History:
-        """This and what follows it; embeddings have no tokens."""
-        log = self._log
-        if self.n < log.n:  # something else has followed already
-            log = _Log(self.tokens, self.positions)
-        log.append(tokens, positions)
-        return History(log, log.n)
+    # -- checkpoints
 
-    def cut(self, n: int) -> History:
-        """Its first n tokens."""
-        return History(self._log, n)
+    def keep(self, seq: int) -> bool:
+        """Keep a sequence's state to go back to; False: there is none, or no budget."""
+        held = self.of[seq]
+        if held is None or self.limit == 0:
+            return False
+        self.of[seq] = held.keeping(self._checkpoint(held, self._serials()))
+        self._shrink()
+        return True
 
-    def at(self, positions: Int32Array) -> History:
-        """The same tokens at other positions."""
-        return History(_Log(self.tokens, positions), self.n)
+    def evict(self, rows: Sequence[int]) -> None:
+        """Drop the checkpoints in these rows."""
+        if rows:
+            self._change(lambda held: held.dropping(rows))
 
+    def _checkpoint(self, held: SequenceState, serials: dict[int, int]) -> Checkpoint:
+        self._made += 1
+        return Checkpoint(held.history.n, held.row, serials.setdefault(held.row, self._made))
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A row that holds the state after the first ``n`` tokens of a sequence."""
+    def _serials(self) -> dict[int, int]:
+        """For each row that a checkpoint keeps, when it was first kept."""
+        return {one.row: one.serial for held in self.of if held for one in held.checkpoints}
 
-    n: int
-    row: int
-    serial: int  # the later it was made, the larger
+    def _shrink(self) -> None:
+        serials = self._serials()
+        oldest = sorted(serials, key=lambda row: serials[row])
+        self.evict(oldest[: max(0, len(oldest) - self.limit)])
+
+    def _change(self, change: Callable[[SequenceState], SequenceState]) -> None:
+        """Change what every sequence holds; those that share a state still do."""
+        known = {held: change(held) for held in self.of if held}
+        self.of[:] = [held and known[held] for held in self.of]
+
+    # -- imports
+
+    def adopt(
+        self, content: StateData, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
+    ) -> None:
+        """Give sequences imported states, which were written into ``rows`` by their numbers.
+
+        A sequence without one keeps what it has.
+        """
+        texts: dict[object, SequenceState] = {}  # those with the same text share its history
+        serials = {state: self._made + i for i, state in enumerate(reversed(rows), 1)}
+        self._made += len(rows)
+        for number, seq in enumerate(seq_ids):
+            if (held := content.held[number]) is None:
+                continue
+            kept = tuple(
+                Checkpoint(n, rows[state], serials[state])
+                for n, state in held.checkpoints
+                if state in rows
+            )
+            key = (held.state, held.tokens.tobytes(), held.positions.tobytes(), kept)
+            if key not in texts:
+                at = held.positions + np.int32(shift)
+                history = History.empty().extended(held.tokens, at)
+                texts[key] = SequenceState(rows[held.state], history, kept)
+            self.of[seq] = texts[key]
+        self._shrink()
+
+    # -- decoding
+
+    def absorb(self, pieces: Sequence[Piece]) -> None:
+        """Give sequences the states that a batch made; old ones become checkpoints."""
+        new = list(self.of)
+        for piece in pieces:
+            grown: dict[SequenceState | None, SequenceState] = {}
+            for seq in piece.members:
+                held = new[seq]
+                if held not in grown:
+                    start = held or SequenceState(piece.row, History.empty())
+                    grown[held] = start.absorbed(piece.row, piece.tokens, piece.positions)
+                new[seq] = grown[held]
+        kept: dict[SequenceState, SequenceState] = {}
+        serials = self._serials()
+        for seq in sorted({seq for piece in pieces for seq in piece.members}):
+            held = new[seq]
+            assert held is not None
+            if held not in kept:
+                kept[held] = self._with_checkpoints(self.of[seq], held, serials)
+            new[seq] = kept[held]
+        self.of[:] = new
+        self._shrink()
+
+    def _with_checkpoints(
+        self, old: SequenceState | None, new: SequenceState, serials: dict[int, int]
+    ) -> SequenceState:
+        if self.limit == 0:
+            return new
+        n_old = 0 if old is None else old.history.n
+        by_ones = new.history.n - n_old == 1
+        if old is not None:
+            last = old.checkpoints[-1].n if old.checkpoints else 0
+            if not by_ones or n_old - last >= self._every:
+                new = new.keeping(self._checkpoint(old, serials))
+        return new if by_ones else new.keeping(self._checkpoint(new, serials))
+
+    # -- proof
+
+    def check(self) -> None:
+        """Raise InvariantError unless all references to a row mean the same state."""
+        texts: dict[int, bytes] = {}
+        for held in [*self.of, *(held for states in self.saved for held in states)]:
+            if held is not None:
+                self._check_one(held)
+                for row, n in [
+                    (held.row, held.history.n),
+                    *((c.row, c.n) for c in held.checkpoints),
+                ]:
+                    text = held.history.tokens[:n].tobytes()
+                    _require(texts.setdefault(row, text) == text, f"row {row} is two states")
+        n_kept = len(self._serials())
+        _require(n_kept <= self.limit, f"{n_kept} checkpoints, but {self.limit} are allowed")
+
+    def _check_one(self, held: SequenceState) -> None:
+        at, ends = held.history.positions, [one.n for one in held.checkpoints]
+        _require(all(0 <= row < self._n_rows for row in held.rows), f"{held} has no such row")
+        _require(len(at) > 0 and at[0] >= 0, f"{held} has absorbed nothing, or below 0")
+        _require(bool((np.diff(at) >= 0).all()), f"positions of {held} descend")
+        _require(ends == sorted({*ends}), f"checkpoints of {held} are in disorder")
+        _require(all(0 < n <= len(at) for n in ends), f"a checkpoint of {held} lies beyond it")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
-    """The state in ``row``, what it has absorbed (at least one token), and older ones to go to."""
+    """The state in ``row``, the tokens it absorbed (at least one), and older ones to go back to."""
 
     row: int
     history: History
@@ -198,6 +277,89 @@ class SequenceState:
         return replace(self, history=self.history.at(new))
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A row that holds the state after the first ``n`` tokens of a sequence."""
+
+    n: int
+    row: int
+    serial: int  # the later it was made, the larger
+
+
+class History:
+    """The tokens that a state has absorbed, and where they stand: the first ``n`` of a log.
+
+    Histories that grew out of each other share one log, of which each sees a beginning; the one
+    that sees all of it can be extended without copying. So appending costs what is appended, and
+    forks, checkpoints and rollbacks cost nothing until one of them continues differently.
+    """
+
+    __slots__ = ("_log", "n")
+
+    def __init__(self, log: _Log, n: int) -> None:
+        self._log = log
+        self.n = n
+
+    @classmethod
+    def empty(cls) -> History:
+        """The history of a state of zeros."""
+        none = np.empty(0, np.int32)
+        return cls(_Log(none, none), 0)
+
+    @property
+    def tokens(self) -> Int32Array:
+        """Their ids in the order in which they were absorbed; -1 where an embedding was."""
+        return self._log.rows[0, : self.n]
+
+    @property
+    def positions(self) -> Int32Array:
+        """Where they stand; never descending."""
+        return self._log.rows[1, : self.n]
+
+    @property
+    def last(self) -> int:
+        """The position of the last token, -1 if there is none."""
+        return int(self._log.rows[1, self.n - 1]) if self.n else -1
+
+    def n_before(self, p0: int) -> int:
+        """How many tokens stand before a position."""
+        return int(np.searchsorted(self.positions, p0))
+
+    def extended(self, tokens: Int32Array | None, positions: Int32Array) -> History:
+        """Append tokens; embeddings have none."""
+        log = self._log
+        if self.n < log.n:  # something else has followed already
+            log = _Log(self.tokens, self.positions)
+        log.append(tokens, positions)
+        return History(log, log.n)
+
+    def cut(self, n: int) -> History:
+        """Its first n tokens."""
+        return History(self._log, n)
+
+    def at(self, positions: Int32Array) -> History:
+        """The same tokens at other positions."""
+        return History(_Log(self.tokens, positions), self.n)
+
+
+class _Log:
+    """Tokens and positions in arrays with room to grow; only ever appended to."""
+
+    def __init__(self, tokens: Int32Array, positions: Int32Array) -> None:
+        self.rows = np.stack((tokens, positions))
+        self.n = len(tokens)
+
+    def append(self, tokens: Int32Array | None, positions: Int32Array) -> None:
+        end = self.n + len(positions)
+        if end > self.rows.shape[1]:
+            grown = np.empty((2, max(16, 2 * end)), np.int32)
+            grown[:, : self.n] = self.rows[:, : self.n]
+            self.rows = grown
+        self.rows[0, self.n : end] = -1 if tokens is None else tokens
+        self.rows[1, self.n : end] = positions
+        self.n = end
+
+
 def _require_order(positions: Int32Array, verb: str) -> None:
     falls = np.flatnonzero(positions[1:] < positions[:-1])
     if len(falls):
@@ -206,172 +368,6 @@ def _require_order(positions: Int32Array, verb: str) -> None:
             f"{verb} would put position {b} behind position {a}: a state has absorbed its tokens "
             "in their order"
         )
-
-
-States = list["SequenceState | None"]
-
-
-class StateTable:
-    """Of each sequence what is held, None if it is empty.
-
-    Args:
-        spec: the shape of the store.
-        policy: which older states are kept.
-    """
-
-    def __init__(self, spec: StateSpec, policy: CheckpointPolicy) -> None:
-        self.of: States = [None] * spec.n_seq_max
-        self.saved: list[States] = []  # what open transactions may want back
-        self.limit = policy.limit(spec.row_bytes)
-        self._every = policy.every
-        self._n_rows = spec.n_rows
-        self._made = 0
-
-    # -- rows
-
-    def rows(self) -> list[int]:
-        """Of each sequence the row of its state; the one behind the last if it has none."""
-        return [self._n_rows if held is None else held.row for held in self.of]
-
-    def unused(self) -> list[int]:
-        """The rows that nobody refers to."""
-        used = self._wanted_back()
-        for held in self.of:
-            used |= set() if held is None else held.rows
-        return [row for row in range(self._n_rows) if row not in used]
-
-    def spare(self) -> list[int]:
-        """The rows of checkpoints alone, which can be given up; the oldest first."""
-        fixed = self._wanted_back() | set(self.rows())
-        serials = self._serials()
-        return sorted(serials.keys() - fixed, key=lambda row: serials[row])
-
-    def _wanted_back(self) -> set[int]:
-        return {row for states in self.saved for held in states if held for row in held.rows}
-
-    # -- checkpoints
-
-    def keep(self, seq: int) -> bool:
-        """Keep a sequence's state to go back to; False: there is none, or no budget."""
-        held = self.of[seq]
-        if held is None or self.limit == 0:
-            return False
-        self.of[seq] = held.keeping(self._checkpoint(held, self._serials()))
-        self._shrink()
-        return True
-
-    def evict(self, rows: Sequence[int]) -> None:
-        """Drop the checkpoints in these rows."""
-        if rows:
-            self._change(lambda held: held.dropping(rows))
-
-    def _checkpoint(self, held: SequenceState, serials: dict[int, int]) -> Checkpoint:
-        self._made += 1
-        return Checkpoint(held.history.n, held.row, serials.setdefault(held.row, self._made))
-
-    def _serials(self) -> dict[int, int]:
-        """Of each row that is kept when it was first."""
-        return {one.row: one.serial for held in self.of if held for one in held.checkpoints}
-
-    def _shrink(self) -> None:
-        serials = self._serials()
-        oldest = sorted(serials, key=lambda row: serials[row])
-        self.evict(oldest[: max(0, len(oldest) - self.limit)])
-
-    def _change(self, change: Callable[[SequenceState], SequenceState]) -> None:
-        """Change what is held of every sequence; those that share it share it still."""
-        known = {held: change(held) for held in self.of if held}
-        self.of[:] = [held and known[held] for held in self.of]
-
-    # -- what was taken out of a cache and is put in
-
-    def adopt(
-        self, content: StateData, seq_ids: Sequence[int], rows: Mapping[int, int], shift: int
-    ) -> None:
-        """Let sequences hold states that were written into ``rows``, by their numbers.
-
-        A sequence for which there is none keeps what it has.
-        """
-        texts: dict[object, SequenceState] = {}  # those with the same text share its history
-        serials = {state: self._made + i for i, state in enumerate(reversed(rows), 1)}
-        self._made += len(rows)
-        for number, seq in enumerate(seq_ids):
-            if (held := content.held[number]) is None:
-                continue
-            kept = tuple(
-                Checkpoint(n, rows[state], serials[state])
-                for n, state in held.checkpoints
-                if state in rows
-            )
-            key = (held.state, held.tokens.tobytes(), held.positions.tobytes(), kept)
-            if key not in texts:
-                at = held.positions + np.int32(shift)
-                history = History.empty().extended(held.tokens, at)
-                texts[key] = SequenceState(rows[held.state], history, kept)
-            self.of[seq] = texts[key]
-        self._shrink()
-
-    # -- decoding
-
-    def absorb(self, pieces: Sequence[Piece]) -> None:
-        """Let sequences have what a batch made of their states; old ones become checkpoints."""
-        new = list(self.of)
-        for piece in pieces:
-            grown: dict[SequenceState | None, SequenceState] = {}
-            for seq in piece.members:
-                held = new[seq]
-                if held not in grown:
-                    start = held or SequenceState(piece.row, History.empty())
-                    grown[held] = start.absorbed(piece.row, piece.tokens, piece.positions)
-                new[seq] = grown[held]
-        kept: dict[SequenceState, SequenceState] = {}
-        serials = self._serials()
-        for seq in sorted({seq for piece in pieces for seq in piece.members}):
-            held = new[seq]
-            assert held is not None
-            if held not in kept:
-                kept[held] = self._with_checkpoints(self.of[seq], held, serials)
-            new[seq] = kept[held]
-        self.of[:] = new
-        self._shrink()
-
-    def _with_checkpoints(
-        self, old: SequenceState | None, new: SequenceState, serials: dict[int, int]
-    ) -> SequenceState:
-        if self.limit == 0:
-            return new
-        n_old = 0 if old is None else old.history.n
-        by_ones = new.history.n - n_old == 1
-        if old is not None:
-            last = old.checkpoints[-1].n if old.checkpoints else 0
-            if not by_ones or n_old - last >= self._every:
-                new = new.keeping(self._checkpoint(old, serials))
-        return new if by_ones else new.keeping(self._checkpoint(new, serials))
-
-    # -- proof
-
-    def check(self) -> None:
-        """Raise InvariantError unless everybody who refers to a row means the same state."""
-        texts: dict[int, bytes] = {}
-        for held in [*self.of, *(held for states in self.saved for held in states)]:
-            if held is not None:
-                self._check_one(held)
-                for row, n in [
-                    (held.row, held.history.n),
-                    *((c.row, c.n) for c in held.checkpoints),
-                ]:
-                    text = held.history.tokens[:n].tobytes()
-                    _require(texts.setdefault(row, text) == text, f"row {row} is two states")
-        n_kept = len(self._serials())
-        _require(n_kept <= self.limit, f"{n_kept} checkpoints, but {self.limit} are allowed")
-
-    def _check_one(self, held: SequenceState) -> None:
-        at, ends = held.history.positions, [one.n for one in held.checkpoints]
-        _require(all(0 <= row < self._n_rows for row in held.rows), f"{held} has no such row")
-        _require(len(at) > 0 and at[0] >= 0, f"{held} has absorbed nothing, or below 0")
-        _require(bool((np.diff(at) >= 0).all()), f"positions of {held} descend")
-        _require(ends == sorted({*ends}), f"checkpoints of {held} are in disorder")
-        _require(all(0 < n <= len(at) for n in ends), f"a checkpoint of {held} lies beyond it")
 
 
 def _require(holds: bool, what: str) -> None:

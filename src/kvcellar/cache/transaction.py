@@ -121,7 +121,7 @@ def stored_parts(store: KVStore) -> tuple[list[tuple[int, Part]], list[tuple[int
 
 
 class KeptRows:
-    """Rows of cells as they are stored, those of each wanted cell at most once.
+    """Rows of cells as they are stored, at most once per wanted cell.
 
     Args:
         store: where they are.
@@ -156,7 +156,7 @@ class KeptRows:
                 self._add(cells[mine], [part[mine] for part in rows])
 
     def write_back(self) -> None:
-        """Let every row stand as it was kept."""
+        """Write every kept row back."""
         for cells, rows in self._pieces:
             for (layer, part), kept in zip(self._parts, rows, strict=True):
                 self._store.write_raw(layer, part, cells, kept)

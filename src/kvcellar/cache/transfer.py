@@ -1,8 +1,8 @@
-"""Taking sequences out of a cache as values, and putting them into any cache of that shape.
+"""Sequences taken out of a cache as values, and put into any cache of that shape.
 
 llama.cpp's ``state_seq_get_data`` and ``state_seq_set_data``, for every kind of cache, for several
-sequences at once and for parts of them. What is pending is applied first. A failed call changes
-nothing (invariant 5): putting in happens within a transaction.
+sequences at once and for ranges of positions. Pending shifts are applied first. A failed call
+changes nothing (invariant 5): an import happens within a transaction.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvcellar.types import MAX_POSITION, Int32Array
 def state_get(
     cache: Cache, seq_ids: Sequence[int], p0: int = -1, p1: int = -1, *, checkpoints: bool = True
 ) -> SequenceData:
-    """What sequences hold in a range of positions.
+    """Copy what sequences hold in a range of positions.
 
     Args:
         cache: where from.
         seq_ids: which; they are numbered 0, 1, … in what is returned.
-        p0: where it begins. If that is above 0 it is a piece, which only caches without states
-            and windows can take in by itself.
-        p1: where it ends. States and windows cannot be cut, but where they can go back there, what
-            they knew there is taken.
-        checkpoints: whether older states and windows are taken along, from a whole content.
+        p0: where it begins. Above 0 it is a piece, which only caches that keep every token can
+            take in by itself.
+        p1: where it ends. States and windows cannot be cut, but if they can go back there, what
+            they held there is copied.
+        checkpoints: whether older states and windows are copied too, unless it is a piece.
 
     Raises:
         NotSupported: nothing is kept of a state or a window at p1.
@@ -44,7 +44,7 @@ def state_get(
     for seq in seq_ids:
         cache.seq_pos_max(seq)  # refuses an unknown id before anything happens
     cache.update()
-    if _needs_no_cut(cache, seq_ids, hi):
+    if cache.keeps_every_token or all(cache.seq_pos_max(seq) < hi for seq in seq_ids):
         return cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
     with cache.transaction() as attempt:
         for seq in seq_ids:
@@ -63,16 +63,16 @@ def state_get(
 def state_set(
     cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
 ) -> None:
-    """Let sequences hold what was taken out, behind what they hold already.
+    """Put a content into sequences, behind what they hold already.
 
-    Cells are found wherever they are free. Where there are states or windows, a sequence has to be
-    empty. Of checkpoints as many are taken over as the budget allows, the latest first; those of
-    windows only if positions stay. Sequences that are empty in the content are left alone.
+    It goes into whatever cells are free. Where there are states or windows, a sequence has to be
+    empty. As many checkpoints are imported as the budget allows, the latest first; those of windows
+    only if positions stay. Sequences that are empty in the content are left alone.
 
     Args:
         cache: where to; of the same shape but for its size and the number of its sequences.
-        content: what :func:`state_get` returned, or a file held: it is checked.
-        seq_ids: which sequences get it, one for each that there is in it.
+        content: what :func:`state_get` returned, or a file held; it is checked.
+        seq_ids: which sequences get it, one for each in the content.
         shift: how far all positions move. K is rotated when the cache is updated.
 
     Raises:
@@ -86,21 +86,27 @@ def state_set(
         NotSupported: it is a piece and the cache has states or windows, or those are to be added
             to a sequence that is not empty.
     """
-    _check_distinct(seq_ids)
     check_content(content, cache.store_specs)
+    with cache.transaction():
+        put_content(cache, content, seq_ids, shift=shift)
+
+
+def put_content(
+    cache: Cache, content: SequenceData, seq_ids: Sequence[int], *, shift: int = 0
+) -> None:
+    """Put content into sequences that was checked; the caller takes back what fails half way.
+
+    Arguments and errors are those of :func:`state_set`.
+    """
+    _check_distinct(seq_ids)
     if len(seq_ids) != content.n_seqs:
         raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
     _check_targets(cache, content, seq_ids, shift)
-    with cache.transaction():
-        cache.import_(content, seq_ids, shift)
-
-
-def _needs_no_cut(cache: Cache, seq_ids: Sequence[int], hi: int) -> bool:
-    return cache.keeps_every_token or all(cache.seq_pos_max(seq) < hi for seq in seq_ids)
+    cache.import_(content, seq_ids, shift)
 
 
 def _positions(cache: Cache, seq: int) -> Int32Array:
-    """Where all tokens of a sequence stand, those that slid out included."""
+    """Where all tokens of a sequence stand, evicted ones too."""
     return np.concatenate((cache.seq_evicted_positions(seq), cache.seq_positions(seq)))
 
 

@@ -4,10 +4,10 @@ Printing a view shows a glyph a cell: the owner, ``+`` for several, a dot for a 
 caches are shown in buckets of neighbouring cells, each by what most of them hold. A terminal gets
 colours through rich, a notebook HTML, other programs JSON.
 
-A view of a cache as a piece of HTML that stands on its own, for notebooks and pages.
+The HTML of :func:`render_html` stands on its own:
 
-1. Nothing is loaded and nothing is run: one element with its style inside.
-2. Whatever comes from outside (token texts) is escaped; what cannot be seen is spelled out.
+1. It loads and runs nothing: one element with its style inside.
+2. Text from outside (token texts) is escaped; invisible characters are spelled out.
 3. Colours only add to glyphs and descriptions, and are legible on light and dark pages.
 4. Its size is bounded: large caches are shown in buckets of neighbouring cells.
 """
@@ -192,8 +192,6 @@ class CacheView:
         return "\n".join((self.summary, *lines))
 
     def _repr_html_(self) -> str:
-        from kvcellar.cache.view import render_html
-
         return render_html(self)
 
     def __rich__(self) -> Text:

@@ -1,4 +1,4 @@
-"""Copies of a window's rows in host memory, so that a sequence can go back to where it slid from.
+"""Copies of a window's rows in host memory, so that a sequence can go back to an earlier end.
 
 What lies behind the window is gone from the cache, but to go on from position p only the window
 before p is needed. A checkpoint holds that: the last ``window`` tokens before its end, K rotated to
@@ -7,8 +7,6 @@ that were copied share it, whatever becomes of the cells.
 
 A sequence's checkpoints go with the text that they end in: when it is removed from before their
 end, when its positions move, when it is replaced. Beyond the budget the oldest goes first.
-
-Making checkpoints of a window, and going back to them.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from kvcellar.types import ByteArray, Int32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowCheckpoint:
-    """The end of a text: its last tokens with their rows, and what had slid out before them."""
+    """The end of a text: its last tokens with their rows, and the tokens evicted before them."""
 
     positions: Int32Array  # ascending, at least one
     tokens: Int32Array
@@ -103,13 +101,13 @@ class WindowCheckpoints:
         self._of[seq] = tuple(one for one in self._of[seq] if one.end <= p0)
 
     def share(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """A sequence takes over the text of another in the range, in place of its own."""
+        """Give a sequence the text of another in the range, in place of its own."""
         self.cut(dst, p0)
         if p0 == 0:
             self._of[dst] = tuple(one for one in self._of[src] if one.end <= p1)
 
     def lend(self, seq: int, others: Sequence[int], end: int) -> None:
-        """Let others have the checkpoint of a sequence that ends there too, if it has one."""
+        """Share the checkpoint of a sequence that ends there with others, if it has one."""
         for one in self._of[seq]:
             if one.end == end:
                 for other in others:
@@ -121,7 +119,7 @@ class WindowCheckpoints:
         return list(self._of)
 
     def load(self, saved: list[tuple[WindowCheckpoint, ...]]) -> None:
-        """Have the checkpoints that there were."""
+        """Put back what :meth:`save` returned."""
         self._of[:] = saved
 
     def _shrink(self) -> None:
@@ -141,37 +139,37 @@ class WindowKeeper:
 
     Args:
         checkpoints: those there are.
-        room: where cells come from.
+        eviction: where cells come from.
         sync: what keeps rows in step with the table.
         window: how many tokens before its end a checkpoint holds.
     """
 
     def __init__(
-        self, checkpoints: WindowCheckpoints, room: WindowEviction, sync: StoreSync, window: int
+        self, checkpoints: WindowCheckpoints, eviction: WindowEviction, sync: StoreSync, window: int
     ) -> None:
         self._checkpoints = checkpoints
-        self._room = room
+        self._eviction = eviction
         self._sync = sync
         self._window = window
 
     def make(self, seq: int) -> bool:
         """Keep the end of a sequence of which no shift is pending; False: nothing was kept."""
-        table, store = self._room.table, self._room.store
+        table, store = self._eviction.table, self._eviction.store
         cells = table.cells_of(seq)
         if not len(cells) or not self._checkpoints.wanted:
             return False
         at = table.positions[cells]
         n_older = int(np.count_nonzero(at <= int(at[-1]) - self._window))
         older, last = cells[:n_older], cells[n_older:]
-        evicted = self._room.evicted[seq]
+        evicted = self._eviction.evicted[seq]
         if n_older:
             evicted = evicted.grown(at[:n_older], table.tokens[older])
-        rows = tuple(store.read_raw(i, part, last) for i, part in self._room.parts)
+        rows = tuple(store.read_raw(i, part, last) for i, part in self._eviction.parts)
         return self._checkpoints.add(seq, at[n_older:], table.tokens[last], rows, evicted)
 
     def committed(self, micros: Sequence[MicroBatch]) -> None:
-        """A batch was decoded: keep the ends of sequences of which it had several tokens."""
-        if not self._checkpoints.wanted:
+        """After a batch, keep the ends of sequences of which it had several tokens."""
+        if len(micros) == len(micros[0].positions) == 1 or not self._checkpoints.wanted:
             return
         owners = np.concatenate([micro.owners for micro in micros], axis=1)
         counts = np.bincount(unpack_owners(owners)[1])
@@ -181,27 +179,27 @@ class WindowKeeper:
                 self.make(seq)
 
     def restore(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
-        """Let a sequence be as it was at ``end``; False: no room, nothing has changed."""
-        saved, kept = self._room.save(), self._room.kept_rows()
+        """Put a sequence back as it was at ``end``; False: no room, nothing has changed."""
+        saved, kept = self._eviction.save(), self._eviction.kept_rows()
         try:
-            self._room.table.seq_rm(seq)
+            self._eviction.table.seq_rm(seq)
             self._fill(seq, checkpoint, end, kept)
         except BaseException as error:
-            self._room.load(saved)
+            self._eviction.load(saved)
             kept.write_back()
             if isinstance(error, CacheFull):
                 return False
             raise
-        self._room.evicted[seq] = checkpoint.evicted
+        self._eviction.evicted[seq] = checkpoint.evicted
         self._sync.mark_held()
         return True
 
     def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int, kept: KeptRows) -> None:
-        table = self._room.table
+        table = self._eviction.table
         n = int(np.searchsorted(checkpoint.positions, end))
-        cells = self._room.take(n, kept)
+        cells = self._eviction.take(n, kept)
         kept.keep(cells)
-        for (layer, part), rows in zip(self._room.parts, checkpoint.rows, strict=True):
-            self._room.store.write_raw(layer, part, cells, rows[:n])
+        for (layer, part), rows in zip(self._eviction.parts, checkpoint.rows, strict=True):
+            self._eviction.store.write_raw(layer, part, cells, rows[:n])
         owners = pack_owners(np.arange(n), np.full(n, seq), n, len(table.owners))
         table.place(cells, checkpoint.positions[:n], owners, checkpoint.tokens[:n])

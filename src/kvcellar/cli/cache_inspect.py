@@ -26,7 +26,7 @@ from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import read_description, read_snapshot, snapshot_from
-from kvcellar.snapshot.llama.layout import Block as StateBlock
+from kvcellar.snapshot.llama.layout import LayerRows
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.native import VERSION
 from kvcellar.snapshot.snapshot import Snapshot, row_types
@@ -312,11 +312,11 @@ def _llama_facts(file: LlamaFile) -> LlamaFacts:
     )
 
 
-def _type(blocks: Sequence[StateBlock]) -> str:
+def _type(blocks: Sequence[LayerRows]) -> str:
     return ", ".join(sorted({block.kind.label for block in blocks})) or "-"
 
 
-def _bytes(blocks: Sequence[StateBlock]) -> int:
+def _bytes(blocks: Sequence[LayerRows]) -> int:
     return sum(block.rows.nbytes for block in blocks)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.memory import available_bytes
 from kvcellar.errors import UnsupportedModel
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.types import KVType, LayerMemory, LayerSpec, StateSpec
 
@@ -127,7 +127,7 @@ def read_model_info(path: Path) -> ModelInfo:
         n_parameters=sum(prod(tensor.shape) for tensor in tensors),
         tensor_types=dict(Counter(tensor.type_name for tensor in tensors).most_common()),
         weight_bytes=weight_bytes,
-        file_bytes=file.n_bytes,
+        file_bytes=len(file.data),
         memory_available=free,
         kv_types={kind.label: _cost(kind, layers, free, n_ctx) for kind in KVType if layers},
         caches=() if spec is None else layer_caches(spec.layers),

@@ -61,7 +61,7 @@ def _profile_table(name: str, times: StepTimes) -> Table:
     title = f"{name}: {times.n_tokens} tokens, {times.seconds * ms:.3f} ms each"
     heads = ("nodes a graph", "ms a token", "share")
     table = columns_table(("part",), heads, no_wrap=True, box=None, title=title)
-    for row in times.rows():
+    for row in times.lines():
         nodes = f"{row.n_nodes:.0f}" if row.n_nodes else ""
         share = f"{row.seconds / times.seconds:.1%}"
         table.add_row(row.name, nodes, f"{row.seconds * ms:.3f}", share)

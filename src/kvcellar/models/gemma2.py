@@ -45,7 +45,7 @@ class Gemma2(Decoder[T]):
 
 
 def query_scale(file: Reader[T], wide_at: int) -> float:
-    """What scores are multiplied by; the model of so many layers has an own rule."""
+    """What scores are multiplied by; the model of ``wide_at`` layers has its own rule."""
     size = file.n_embd // file.n_head[0] if file.n_layer == wide_at else file.head_dim_k
     return float(size**-0.5)
 

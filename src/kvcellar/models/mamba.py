@@ -1,9 +1,7 @@
-"""Mamba: nothing but Mamba's mixers, each behind a norm.
+"""Mamba and Mamba 2: nothing but the family's mixers, each behind a norm.
 
 Falcon Mamba's files say that they are of this family, but ask for norms without weights
 (``mamba.ssm.dt_b_c_rms``), which are refused.
-
-Mamba 2: nothing but Mamba 2's mixers, each behind a norm.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from kvcellar.models.reader import Reader
 T = TypeVar("T")
 
 MAX_EXPERTS_USED = 32
-"""Experts a token may use: a graph has room for so many in each layer."""
+"""How many experts a token may use: a graph has room for these in each layer."""
 
 
 def read_experts(file: Reader[T], i: int, n_ff: int, *, scaled: bool = False) -> ExpertWeights[T]:

@@ -1,13 +1,11 @@
-"""Reads one file: refuses sizes that contradict each other, builds the parts that families share.
+"""Reading a model file: sizes and tensors, checked, and the parts that families share.
 
 What a family has beside these parts it reads itself. Scales of products count where llama.cpp lets
 them count: in attention always, in the feed-forwards of llama and Qwen3 only (``scaled``).
 
-Settings that change what a model computes and that we do not have.
-
-Files may list them with a value that means nothing is done (converters of today list all there
-are). Any other value is refused by name, since a model that ignores it would be silently wrong.
-A family that has one of these by design names it when it reads the file.
+Settings that no family has (:data:`TRIVIAL`) are refused by name, since a model that ignores one
+would be silently wrong; files may list them with a value that has no effect, as today's converters
+do. A family that has one of these by design names it when it reads the file.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Generic, Literal, TypeVar
 from kvcellar.backends.operations import Weights
 from kvcellar.errors import ModelFileError
 from kvcellar.models.attention import Attention, Fused, Projections, Separate
-from kvcellar.models.base import ModelSpec
 from kvcellar.models.blocks import (
     Block,
     Dense,
@@ -28,6 +25,7 @@ from kvcellar.models.blocks import (
     LayerNorm,
     Linear,
     Mixer,
+    ModelSpec,
     Norm,
     RmsNorm,
 )
@@ -59,7 +57,7 @@ TRIVIAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         ".use_parallel_residual": (False,),
     }
 )
-"""Key to the values that mean nothing is done; of arrays, each element."""
+"""Key to the values that have no effect; for arrays, of each element."""
 
 
 def refuse_unknown_settings(hp: HyperParams) -> None:
@@ -231,7 +229,7 @@ def _embedding_shape(hp: HyperParams, weights: Weights[T]) -> tuple[int, int]:
 
 
 def _layer_count(hp: HyperParams, weights: Weights[T]) -> int:
-    """``block_count``, if the last of so many layers is there: no work for an absurd number."""
+    """``block_count``, if the last of the layers is there: no work for an absurd number."""
     n_layer = hp.size(".block_count")
     weights.shape(f"blk.{n_layer - 1}.attn_norm.weight")
     return n_layer

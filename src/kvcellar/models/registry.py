@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from kvcellar.backends.operations import Weights
 from kvcellar.errors import UnsupportedModel
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.hparams import HyperParams
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """``general.architecture`` to ``module:class``; modules are imported when needed."""
 
 
-def load_architecture(metadata: Mapping[str, object], weights: Weights[T]) -> Architecture[T]:
+def load_architecture(metadata: Mapping[str, object], weights: Weights[T]) -> Decoder[T]:
     """The model that a file describes.
 
     Raises:
@@ -46,4 +46,4 @@ def load_architecture(metadata: Mapping[str, object], weights: Weights[T]) -> Ar
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {arch!r} is not supported; known are {known}")
     module, _, name = ARCHITECTURES[arch].partition(":")
-    return cast("Architecture[T]", getattr(import_module(module), name)(metadata, weights))
+    return cast("Decoder[T]", getattr(import_module(module), name)(metadata, weights))

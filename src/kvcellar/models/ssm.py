@@ -1,11 +1,9 @@
-"""What recurrent layers do with a token: Mamba's two mixers and a gated short convolution.
+"""Recurrent mixers: Mamba's two, and a gated short convolution; reading Mamba's from a file.
 
 Each is a :class:`~kvcellar.models.blocks.Mixer`: called with the ops, its layer and the input.
-
-Reading Mamba's mixers: ``{arch}.ssm.*`` and ``blk.{i}.ssm_*``.
-
-Every function may raise UnsupportedModel, which names what is absent or not f32, and
-ModelFileError, which names sizes that contradict each other.
+Mamba's are read from ``{arch}.ssm.*`` and ``blk.{i}.ssm_*``; the functions that do so may raise
+UnsupportedModel, which names what is absent or not f32, and ModelFileError, which names sizes that
+contradict each other.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class SsmShape:
         return self.n_group * self.d_state
 
     def state(self, n_channels: int) -> StateLayer:
-        """What the layer keeps if so many channels are convolved."""
+        """What the layer keeps if ``n_channels`` are convolved."""
         return StateLayer(n_conv=(self.k - 1) * n_channels, n_ssm=self.d_inner * self.d_state)
 
 

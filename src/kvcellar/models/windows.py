@@ -63,7 +63,7 @@ def near_rope(hp: HyperParams, rope: RopeSpec, default: float | None = None) -> 
 
 
 def _check_alike(hp: HyperParams) -> None:
-    """See that layers with a window have the heads and the rotation size of the others."""
+    """Check that layers with a window have the heads and the rotation size of the others."""
     for key in (".attention.key_length", ".attention.value_length", ".rope.dimension_count"):
         if hp.has(key):
             hp.only(f"{key}_swa", hp.count(key))

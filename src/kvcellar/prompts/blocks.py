@@ -27,7 +27,7 @@ from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
 from kvcellar.snapshot.native import to_arrays
-from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, converted, digest
+from kvcellar.snapshot.snapshot import Json, SavedText, Snapshot, converted, digest
 from kvcellar.stores.base import BytesLike, Note
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
@@ -75,7 +75,7 @@ class Blocks:
         ids, stop = [sequence.seq_id], start + self._form.size
         content = state_get(context.cache, ids, start, stop, checkpoints=False)
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        return to_bytes(to_arrays(stored(context, snapshot, how)), compress=how.compress)
+        return to_bytes(to_arrays(stored(context.facts, snapshot, how)), compress=how.compress)
 
     def read(self, i: int, value: BytesLike) -> SequenceData:
         """Read what :meth:`export` returned; K and V stay in the types they were stored in.
@@ -132,14 +132,14 @@ class BlockFormat:
             *groups,
             *([] if memory.states is None else [memory.states]),
         ]
-        self.fingerprint = stored_fingerprint(context, how)
+        self.fingerprint = stored_fingerprint(context.facts, how)
         named = digest(self.fingerprint)
         self.stored_as = "" if named == digest(context.fingerprint) else named
         parts = [part for part in context.cache.parts if not part.has_states]
         self.windows = [0 if part.keeps_every_token else part.spec.window for part in parts]
         # A cache that slides lacks rows of a block longer than its window, and one that keeps
         # everything needs them. Shorter blocks are the same wherever they come from.
-        missing: list[Plain] = [
+        missing: list[Json] = [
             window if window and n_kept(window) < size else 0 for window in self.windows
         ]
         self.is_complete = not any(missing)

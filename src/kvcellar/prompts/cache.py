@@ -34,11 +34,12 @@ from kvcellar.errors import (
     OptionError,
     SnapshotError,
     StoreError,
+    check_range,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.options import SaveOptions, check_range
+from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.snapshot.snapshot import SavedText
@@ -187,8 +188,7 @@ class PromptCache:
         pieces, why = self._find(text)
         if pieces:
             state_set(sequence.context.cache, text.joined(pieces), [sequence.seq_id])
-            sequence.adopt(SavedText(), [])
-            sequence.stored_as = text.stored_as
+            sequence.adopt(SavedText(stored_as=text.stored_as), 0)
         return CacheHit(len(text.tokens), len(sequence), why)
 
     def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:

@@ -1,22 +1,15 @@
 """A cache, the graphs that run over it, and the sequences that live in it.
 
-The cache that belongs to a memory: one that fits each kind, alone or under one roof.
-
-How long decoding took, split into prefill and decode.
-
-What a rollback of the cache takes back in the sequences that live in it.
-
-Sequences that were closed meanwhile are open again; those that were made are closed.
-
-New sequences that are there only if all goes well with them.
+Transactions of the cache take sequences along: after a rollback those that were closed meanwhile
+are open again, and those that were made are closed.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,27 +26,422 @@ from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import SlidingCache
+from kvcellar.cache.transfer import put_content, state_get
 from kvcellar.cache.view import CacheView
-from kvcellar.errors import BatchError, ClosedError, ComputeError, SequenceIdError, TokenizerError
+from kvcellar.errors import (
+    BatchError,
+    ClosedError,
+    ComputeError,
+    OptionError,
+    SequenceIdError,
+    TokenizerError,
+    check_range,
+)
+from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
     MAX_CELLS,
     ContextOptions,
     LoadOptions,
     SaveOptions,
-    check_range,
 )
 from kvcellar.runtime.profile import Profile
-from kvcellar.runtime.saving import load_file, load_one, save_file
+from kvcellar.runtime.saving import (
+    ContextFacts,
+    Ready,
+    prepare,
+    read_single,
+    require_single,
+    take_snapshot,
+)
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.snapshot.snapshot import Plain, fingerprint
+from kvcellar.snapshot.container import read_snapshot, write_snapshot
+from kvcellar.snapshot.llama.from_content import Target
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind
+from kvcellar.snapshot.snapshot import Json, fingerprint
 from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
 
 
+class Context:
+    """The cache of one model, its sequences and what computes them; made by :meth:`Model.context`.
+
+    Calls from several threads take turns, those on its sequences too; :meth:`exclusive` makes
+    several calls one. ``cache`` knows no threads: use it inside :meth:`exclusive`.
+
+    Attributes:
+        model: the model.
+        cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
+        timings: how long decoding took.
+        profile: where the time went, None unless :meth:`start_profile` was called.
+        n_ubatch: how many tokens are computed at once.
+
+    Raises:
+        OptionError: an option outside its range.
+        AllocationError: the K/V buffer cannot be allocated; nothing is left behind.
+    """
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        spec = options.memory_spec(model.spec, model.why_no_kernel)
+        check_threshold(options.defrag_threshold)
+        self.model = model
+        self._model_spec = model.spec
+        self.timings = Timings()
+        self.profile: Profile | None = None
+        self.n_ubatch = options.n_ubatch
+        use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
+        products = options.kernel is not False
+        self._memory = model.open_memory(spec, kernel=use_kernel, products=products)
+        self._executor = self._memory.executor
+        try:
+            self.cache: Cache = make_cache(spec, self._memory, options, options.n_cells(model.spec))
+        except BaseException:
+            self._memory.close()
+            raise
+        self.memory_spec = spec
+        self._free_ids = list(range(options.n_seq_max))
+        self._sequences: dict[int, Sequence] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+        self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The shape of the cache."""
+        return self.cache.spec
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The open sequences, by id."""
+        with self._lock:
+            return tuple(self._sequences[i] for i in sorted(self._sequences))
+
+    def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
+        """Make a new sequence, with a prompt computed into it if one is given.
+
+        Raises:
+            SequenceIdError: all ``n_seq_max`` ids are taken.
+            BatchError, CacheFull: the prompt cannot be computed; no sequence is made.
+        """
+        with self._lock:
+            self.check_open()
+            if not self._free_ids:
+                raise SequenceIdError(
+                    f"all {self.spec.n_seq_max} sequences are taken: "
+                    "close one or use a larger n_seq_max"
+                )
+            sequence = Sequence(self, heapq.heappop(self._free_ids))
+            self._sequences[sequence.seq_id] = sequence
+        if prompt is not None:
+            try:
+                sequence.append(prompt)
+            except BaseException:
+                sequence.close()
+                raise
+        return sequence
+
+    def decode(self, batch: Batch) -> Float32Array:
+        """Compute a batch: write K and V, return the logits asked for.
+
+        Positions that the batch leaves open follow what each sequence has. If anything fails,
+        Ctrl-C included, the cells placed for the batch are released.
+
+        Returns:
+            ``[n_wanted, n_vocab]``, in the order of the batch's tokens.
+
+        Raises:
+            BatchError, PositionError, SequenceIdError: the batch is wrong; the message says how.
+            CacheFull: not enough free cells.
+            ComputeError: the graph failed, or the logits are not finite.
+        """
+        if not isinstance(batch, Batch):
+            raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
+        with self._lock:
+            self.check_open()
+            return self._decode(batch)
+
+    def resize(self, n_ctx: int) -> None:
+        """Change the number of cells, whatever sequences are open; they stay as they are.
+
+        A smaller cache is compacted if used cells would not fit otherwise. Old and new buffers
+        exist side by side for a moment.
+
+        Raises:
+            OptionError: ``n_ctx`` outside its range.
+            CacheFull: more cells are used; nothing has changed.
+            AllocationError: the new buffers cannot be allocated; nothing has changed.
+            CacheError: a transaction is open.
+        """
+        with self._lock:
+            self.check_open()
+            self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
+
+    def view(self, n_seq_max: int | None = None) -> CacheView:
+        """Return ``cache.view`` with the tokens' texts where the model has a tokenizer."""
+        with self._lock:
+            view = self.cache.view(n_seq_max)
+        tokenizer = self.model.tokenizer
+        try:
+            return view.with_texts(lambda t: tokenizer.token_bytes(t).decode("utf-8", "replace"))
+        except TokenizerError:  # there is no vocabulary
+            return view
+
+    @cached_property
+    def facts(self) -> ContextFacts:
+        """What saving and loading need of this context, the fingerprint included."""
+        model = self.model
+        return ContextFacts(
+            self.cache,
+            self.memory_spec,
+            self.fingerprint,
+            model.convert_rows,
+            model.spec.n_vocab,
+        )
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, Json]:
+        """What a snapshot has to share with this context; hashes the weights of a new file."""
+        model = self.model
+        return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
+
+    def save(
+        self,
+        path: str | Path,
+        sequences: Iterable[Sequence] | None = None,
+        *,
+        type_k: str | KVType | None = None,
+        type_v: str | KVType | None = None,
+        compress: bool = False,
+        checkpoints: bool = True,
+    ) -> int:
+        """Write sequences (None: all, by id) to a file, shared cells once; return its bytes.
+
+        The other arguments, and errors, are those of :meth:`Sequence.save`.
+        """
+        with self._lock:
+            self.check_open()
+            chosen = self.sequences if sequences is None else tuple(sequences)
+            options = SaveOptions(type_k, type_v, compress, checkpoints)
+            if any(sequence.context is not self for sequence in chosen):
+                raise OptionError("sequences: one of them belongs to another context")
+            for sequence in chosen:
+                sequence.compute_pending()
+            ids = [sequence.seq_id for sequence in chosen]
+            texts = [sequence.saved_text() for sequence in chosen]
+            snapshot = take_snapshot(self.facts, ids, texts, options)
+            return write_snapshot(path, snapshot, compress=compress)
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        positions: int | None = None,
+        convert: bool = False,
+    ) -> Sequence:
+        """Load a file of one sequence into a new one; it goes on with exactly the same logits.
+
+        The file may come from a context of another size, with other sequences, in other cells, with
+        V transposed or not. If anything fails, this context is unchanged.
+
+        Args:
+            path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
+            start: the first token that is loaded.
+            stop: the first one that is not; None: all.
+            positions: where the first token shall stand, K being rotated; None: where it stood.
+            convert: whether K and V may be stored in other types there than here.
+
+        Raises:
+            SnapshotFileError: the file is missing, damaged or no snapshot.
+            SnapshotMismatch: it belongs to another model or kind of cache; names what differs.
+            SequenceIdError, CacheFull: there is no room for it.
+            NotSupported: a range of states or windows.
+        """
+        with self._lock:
+            self.check_open()
+            options = LoadOptions(start, stop, positions, convert)
+            return self._load(path, options, single=True)[0]
+
+    def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
+        """Load all sequences of a file into new ones, or none; see :meth:`load`."""
+        with self._lock:
+            self.check_open()
+            return tuple(self._load(path, LoadOptions(convert=convert), single=False))
+
+    def put(self, ready: Ready, sequences: Iterable[Sequence]) -> None:
+        """Add content that was checked behind what sequences have, to all or none of them.
+
+        Raises:
+            CacheError: there is no room, or it cannot be put there; see ``state_set``.
+        """
+        chosen = tuple(sequences)
+        for sequence in chosen:
+            sequence.compute_pending()
+        before = [len(sequence) for sequence in chosen]
+        with self._lock, self.cache.transaction():
+            ids = [sequence.seq_id for sequence in chosen]
+            put_content(self.cache, ready.content, ids, shift=ready.shift)
+            for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
+                sequence.adopt(text, n_before)
+                if ready.n_dropped:
+                    sequence.trim(ready.n_dropped)
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Hold off other threads for the length of a ``with`` block, to make several calls one."""
+        return self._lock
+
+    def start_profile(self) -> Profile:
+        """Record from now on where the time goes, which makes decoding slower.
+
+        Raises:
+            NotSupported: the backend has no profile.
+        """
+        with self._lock:
+            self.check_open()
+            self.profile = Profile.of(self._executor)
+            return self.profile
+
+    def release(self, sequence: Sequence) -> None:
+        """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
+        with self._lock:
+            if self._sequences.pop(sequence.seq_id, None) is None or self._closed:
+                return
+            self.cache.seq_rm(sequence.seq_id, -1, -1)
+            heapq.heappush(self._free_ids, sequence.seq_id)
+
+    def close(self) -> None:
+        """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sequence in self.sequences:
+                sequence.close()
+            self._memory.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        used = f"{self.cache.used} of {self.spec.size} cells used"
+        return f"<Context of {self.model.path.name}: {'closed' if self._closed else used}>"
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the context was closed."""
+        if self._closed:
+            raise ClosedError("the context is closed")
+
+    def _load(self, path: str | Path, options: LoadOptions, *, single: bool) -> list[Sequence]:
+        """Load a file into new sequences; if anything fails, there are none."""
+        if is_llama_file(path):
+            if options != LoadOptions(convert=options.convert):
+                raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
+            model = self.model.spec
+            ready = read_state(path, self.memory_spec, model.arch, model.n_vocab)
+            if single:
+                require_single(ready.content.n_seqs)
+        else:
+            snapshot = read_single(path) if single else read_snapshot(path)
+            ready = prepare(self.facts, snapshot, options)
+        made: list[Sequence] = []
+        try:
+            made.extend(self.sequence() for _ in range(ready.content.n_seqs))
+            self.put(ready, made)
+        except BaseException:
+            for sequence in made:
+                sequence.close()
+            raise
+        return made
+
+    def _decode(self, batch: Batch) -> Float32Array:
+        start = perf_counter()
+        pieces: list[Float32Array] = []
+        in_graphs = 0.0
+        spec = self._model_spec
+        with self.cache.place(
+            batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
+        ) as placement:
+            for plan in placement.plans(lists=self._executor.takes_lists):
+                before = perf_counter()
+                logits = self._executor.run(plan)
+                in_graphs += perf_counter() - before
+                if len(logits):
+                    pieces.append(_checked_copy(logits))
+        seconds = perf_counter() - start
+        self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
+        if self.profile is not None:
+            self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)
+
+
+def save_llama_file(
+    source: Context | Sequence,
+    path: str | Path,
+    generation: FileGeneration = "2026-10",
+    *,
+    v_trans: bool = False,
+) -> None:
+    """Save a sequence, or all sequences of a context, as llama.cpp does.
+
+    A session lists the tokens of its first sequence only, so its readers know no others. Pending
+    tokens are computed before.
+
+    Args:
+        source: a sequence for a sequence file, a context for a session file.
+        path: where to; an older file there stays until the new one is complete.
+        generation: whose layout; "2026-10" is what llama.cpp of that month reads.
+        v_trans: whether V is transposed. llama.cpp reads only files like its own contexts: V is
+            transposed without flash attention, otherwise not.
+
+    Raises:
+        NotSupported: llama.cpp had no such files.
+        OptionError: there is nothing to save, or v_trans does not suit the type of V.
+        SnapshotFileError: the file cannot be written.
+        ClosedError: the context is closed.
+    """
+    kind: Kind = "sequence" if isinstance(source, Sequence) else "session"
+    context = source.context if isinstance(source, Sequence) else source
+    with context.exclusive():
+        context.check_open()
+        texts = (source,) if isinstance(source, Sequence) else source.sequences
+        filled = [text for text in texts if len(text)]
+        if not filled:
+            raise OptionError("there is nothing to save: no sequence has tokens")
+        for text in filled:
+            text.compute_pending()
+        ids = tuple(text.seq_id for text in filled)
+        content = state_get(context.cache, ids, checkpoints=False)
+        target, arch = Target(kind, generation, ids, v_trans), context.model.spec.arch
+        write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
+
+
+def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
+    """Return what puts a context's sequences back as they are now."""
+    kept, kept_ids = dict(sequences), list(free_ids)
+    undos = [sequence.remember() for sequence in kept.values()]
+
+    def undo() -> None:
+        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
+        sequences.clear()
+        for sequence in made:
+            sequence.close()  # the context no longer has it, so no cell is touched
+        sequences.update(kept)
+        free_ids[:] = kept_ids
+        for restore in undos:
+            restore()
+
+    return undo
+
+
 def make_cache(spec: MemorySpec, memory: OpenMemory, options: ContextOptions, n_ctx: int) -> Cache:
-    """The cache over the stores of a memory of that shape, made for so many tokens.
+    """Make the cache over the stores of a memory of that shape, for ``n_ctx`` tokens.
 
     A part that is the only one is used as it is, so models of one kind pay for no other.
     """
@@ -71,7 +459,7 @@ def _make_group(
     spec: CacheSpec, store: KVStore, n_ctx: int, options: ContextOptions
 ) -> AttentionCache:
     threshold = options.defrag_threshold
-    if spec.size == n_ctx:  # nothing ever has to make room
+    if spec.size == n_ctx:  # every token fits, so nothing is evicted
         return AttentionCache(spec, store, defrag_threshold=threshold)
     budget = CheckpointBudget(*options.checkpoint_budget)
     return SlidingCache(spec, store, defrag_threshold=threshold, checkpoints=budget)
@@ -109,7 +497,7 @@ class Timings:
 
     @property
     def prefill_rate(self) -> float:
-        """Prefilled tokens a second, 0 before the first."""
+        """Prefilled tokens a second; 0 before the first."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
 
     @property
@@ -119,303 +507,13 @@ class Timings:
 
     @property
     def overhead_seconds(self) -> float:
-        """Time outside the graphs, a call of decode."""
+        """Seconds outside the graphs per call of decode."""
         total = self.prefill_seconds + self.decode_seconds - self.graph_seconds
         return total / self.n_decodes if self.n_decodes else 0.0
 
 
-def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
-    """What puts a context's sequences back as they are now."""
-    kept, kept_ids = dict(sequences), list(free_ids)
-    undos = [sequence.remember() for sequence in kept.values()]
-
-    def undo() -> None:
-        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
-        sequences.clear()
-        for sequence in made:
-            sequence.close()  # no longer known, so no cell is touched
-        sequences.update(kept)
-        free_ids[:] = kept_ids
-        for restore in undos:
-            restore()
-
-    return undo
-
-
-class Context:
-    """Where sequences of one model live and are computed; made by :meth:`Model.context`.
-
-    Calls from several threads take turns, those on its sequences too; :meth:`exclusive` makes
-    several calls one. ``cache`` knows no threads: use it inside :meth:`exclusive`.
-
-    Attributes:
-        model: the model.
-        cache: the cells, with llama.cpp's verbs (``seq_rm``, ``seq_cp``, …) and ``view()``.
-        timings: how long decoding took.
-        profile: where the time went, None unless :meth:`start_profile` was called.
-        n_ubatch: how many tokens are computed at once.
-
-    Raises:
-        OptionError: an option outside its range.
-        AllocationError: the K/V buffer cannot be had; nothing is left behind.
-    """
-
-    def __init__(self, model: Model, options: ContextOptions) -> None:
-        spec = options.memory_spec(model.spec, model.why_no_kernel)
-        check_threshold(options.defrag_threshold)
-        self.model = model
-        self.timings = Timings()
-        self.profile: Profile | None = None
-        self.n_ubatch = options.n_ubatch
-        use_kernel = options.use_kernel(spec.groups, model.why_no_kernel)
-        products = options.kernel is not False
-        self._memory = model.open_memory(spec, kernel=use_kernel, products=products)
-        self._executor = self._memory.executor
-        try:
-            self.cache: Cache = make_cache(spec, self._memory, options, options.n_cells(model.spec))
-        except BaseException:
-            self._memory.close()
-            raise
-        self.memory_spec = spec
-        self._free_ids = list(range(options.n_seq_max))
-        self._sequences: dict[int, Sequence] = {}
-        self._lock = threading.RLock()
-        self._closed = False
-        self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
-
-    @property
-    def spec(self) -> CacheSpec:
-        """The shape of the cache."""
-        return self.cache.spec
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """The open sequences, by id."""
-        with self._lock:
-            return tuple(self._sequences[i] for i in sorted(self._sequences))
-
-    def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
-        """A new sequence, with a prompt computed into it if one is given.
-
-        Raises:
-            SequenceIdError: all ``n_seq_max`` ids are taken.
-            BatchError, CacheFull: the prompt cannot be computed; no sequence is made.
-        """
-        with self._lock:
-            self.check_open()
-            if not self._free_ids:
-                raise SequenceIdError(
-                    f"all {self.spec.n_seq_max} sequences are taken: "
-                    "close one or use a larger n_seq_max"
-                )
-            sequence = Sequence(self, heapq.heappop(self._free_ids))
-            self._sequences[sequence.seq_id] = sequence
-        if prompt is not None:
-            try:
-                sequence.append(prompt)
-            except BaseException:
-                sequence.close()
-                raise
-        return sequence
-
-    def decode(self, batch: Batch) -> Float32Array:
-        """Compute a batch: K and V are written, the logits asked for are returned.
-
-        Positions that the batch leaves open follow what each sequence holds. If anything fails,
-        Ctrl-C included, the cells placed for the batch are released.
-
-        Returns:
-            ``[n_wanted, n_vocab]``, in the order of the batch's tokens.
-
-        Raises:
-            BatchError, PositionError, SequenceIdError: the batch is wrong; the message says how.
-            CacheFull: not enough free cells.
-            ComputeError: the graph failed, or the logits are not finite.
-        """
-        if not isinstance(batch, Batch):
-            raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
-        with self._lock:
-            self.check_open()
-            return self._decode(batch)
-
-    def resize(self, n_ctx: int) -> None:
-        """Have so many cells, while sequences live: none of them notices.
-
-        A smaller cache is compacted if what is held would not fit otherwise. Old and new buffers
-        exist side by side for a moment.
-
-        Raises:
-            OptionError: ``n_ctx`` outside its range.
-            CacheFull: more cells are used; nothing has changed.
-            AllocationError: the new buffers cannot be had; nothing has changed.
-            CacheError: a transaction is open.
-        """
-        with self._lock:
-            self.check_open()
-            self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
-
-    def view(self, n_seq_max: int | None = None) -> CacheView:
-        """What ``cache.view`` gives, knowing the tokens' texts where the model has a tokenizer."""
-        with self._lock:
-            view = self.cache.view(n_seq_max)
-        tokenizer = self.model.tokenizer
-        try:
-            return view.with_texts(lambda t: tokenizer.token_bytes(t).decode("utf-8", "replace"))
-        except TokenizerError:  # there is no vocabulary
-            return view
-
-    @cached_property
-    def fingerprint(self) -> Mapping[str, Plain]:
-        """What a snapshot has to share with this context; hashes the weights of a new file."""
-        model = self.model
-        return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
-
-    def save(
-        self,
-        path: str | Path,
-        sequences: Iterable[Sequence] | None = None,
-        *,
-        type_k: str | KVType | None = None,
-        type_v: str | KVType | None = None,
-        compress: bool = False,
-        checkpoints: bool = True,
-    ) -> int:
-        """Write sequences (None: all, by id) to a file, shared cells once; returns its bytes.
-
-        The other arguments, and errors, are those of :meth:`Sequence.save`.
-        """
-        with self._lock:
-            self.check_open()
-            chosen = self.sequences if sequences is None else tuple(sequences)
-            options = SaveOptions(type_k, type_v, compress, checkpoints)
-            return save_file(self, chosen, path, options)
-
-    def load(
-        self,
-        path: str | Path,
-        *,
-        start: int = 0,
-        stop: int | None = None,
-        positions: int | None = None,
-        convert: bool = False,
-    ) -> Sequence:
-        """A new sequence with what a file of one holds; it goes on with exactly the same logits.
-
-        It may come from a context of another size, with other sequences, other cells, and V the
-        other way. Whatever goes wrong, this context is as it was.
-
-        Args:
-            path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
-            start: the first token that is loaded.
-            stop: the first one that is not; None: all.
-            positions: where the first token shall stand, K being rotated; None: where it stood.
-            convert: whether K and V may be stored in other types there than here.
-
-        Raises:
-            SnapshotFileError: the file is missing, damaged or no snapshot.
-            SnapshotMismatch: it belongs to another model or kind of cache; names what differs.
-            SequenceIdError, CacheFull: there is no room for it.
-            NotSupported: a range of states or windows.
-        """
-        with self._lock:
-            self.check_open()
-            return load_one(self, path, LoadOptions(start, stop, positions, convert))
-
-    def load_all(self, path: str | Path, *, convert: bool = False) -> tuple[Sequence, ...]:
-        """New sequences with all that a file holds, or none; see :meth:`load`."""
-        with self._lock:
-            self.check_open()
-            return tuple(load_file(self, path, LoadOptions(convert=convert)))
-
-    @contextmanager
-    def new_sequences(self, n: int) -> Iterator[list[Sequence]]:
-        """Make ``n`` empty sequences for a ``with`` block; close them if it raises.
-
-        Raises:
-            SequenceIdError: fewer than ``n`` ids are left.
-        """
-        made: list[Sequence] = []
-        try:
-            made.extend(self.sequence() for _ in range(n))
-            yield made
-        except BaseException:
-            for sequence in made:
-                sequence.close()
-            raise
-
-    def exclusive(self) -> AbstractContextManager[object]:
-        """Hold off other threads for the length of a ``with`` block, to do several calls as one."""
-        return self._lock
-
-    def start_profile(self) -> Profile:
-        """Record from now on where the time goes; decoding becomes slower by that.
-
-        Raises:
-            NotSupported: the backend cannot tell.
-        """
-        with self._lock:
-            self.check_open()
-            self.profile = Profile.of(self._executor)
-            return self.profile
-
-    def release(self, sequence: Sequence) -> None:
-        """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
-        with self._lock:
-            if self._sequences.pop(sequence.seq_id, None) is None or self._closed:
-                return
-            self.cache.seq_rm(sequence.seq_id, -1, -1)
-            heapq.heappush(self._free_ids, sequence.seq_id)
-
-    def close(self) -> None:
-        """Free graphs, K and V; open sequences are of no use afterwards. Twice is fine."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for sequence in self.sequences:
-                sequence.close()
-            self._memory.close()
-
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        used = f"{self.cache.used} of {self.spec.size} cells used"
-        return f"<Context of {self.model.path.name}: {'closed' if self._closed else used}>"
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the context was closed."""
-        if self._closed:
-            raise ClosedError("the context is closed")
-
-    def _decode(self, batch: Batch) -> Float32Array:
-        start = perf_counter()
-        pieces: list[Float32Array] = []
-        in_graphs = 0.0
-        spec = self.model.spec
-        with self.cache.place(
-            batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
-        ) as placement:
-            for plan in placement.plans(lists=self._executor.takes_lists):
-                before = perf_counter()
-                logits = self._executor.run(plan)
-                in_graphs += perf_counter() - before
-                if len(logits):
-                    pieces.append(_checked_copy(logits))
-        seconds = perf_counter() - start
-        self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
-        if self.profile is not None:
-            self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty((0, spec.n_vocab), np.float32)
-
-
 def _checked_copy(logits: Float32Array) -> Float32Array:
-    """A copy that outlives the graph's buffer; NaN or infinity never leaves."""
+    """Return a copy that outlives the graph's buffer; refuse NaN and infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = logits.sum()  # finite only if every term is
     if not np.isfinite(total) and not np.isfinite(logits).all():

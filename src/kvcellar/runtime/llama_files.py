@@ -1,23 +1,26 @@
-"""llama.cpp's state files, into a context and out of one."""
+"""llama.cpp's state files: what they hold for a cache, and what of a cache goes into one.
+
+A sequence file and a session file say little of the model they are of, and have no checksum; what
+they do say is compared, and the content is checked before anything is changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvcellar.cache.transfer import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotFileError
+from kvcellar.cache.content import SequenceData
+from kvcellar.cache.content_checks import check_content
+from kvcellar.errors import SnapshotFileError
+from kvcellar.runtime.saving import Ready
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import MAGIC, Generation, Kind, LlamaFile
+from kvcellar.snapshot.llama.layout import MAGIC
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.writer import file_pieces
-
-if TYPE_CHECKING:
-    from kvcellar.runtime.context import Context
-    from kvcellar.runtime.sequence import Sequence
+from kvcellar.snapshot.snapshot import SavedText
+from kvcellar.types import MemorySpec
 
 
 def is_llama_file(path: str | Path) -> bool:
@@ -29,84 +32,41 @@ def is_llama_file(path: str | Path) -> bool:
         return False
 
 
-def load_llama_file(context: Context, path: str | Path) -> list[Sequence]:
-    """New sequences of what llama.cpp saved; whatever goes wrong, the context is as before.
+def read_state(path: str | Path, spec: MemorySpec, arch: str, n_vocab: int) -> Ready:
+    """Read what llama.cpp saved, for a cache of that memory.
 
     Returns:
-        One of a sequence file; of a session file one a sequence, in the order of their ids.
+        Of a session file its sequences in the order of their ids.
 
     Raises:
         SnapshotFileError: the file is missing, truncated, damaged, or no such file.
         SnapshotMismatch: it is of another model, of other K/V types, or holds too little.
         NotSupported: llama.cpp and we do not keep the same of this model.
-        SequenceIdError, CacheFull: there is no room.
-        ClosedError: the context is closed.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise SnapshotFileError(f"{path}: {error.strerror or error}") from error
-    with context.exclusive():
-        context.check_open()
-        spec, model = context.memory_spec, context.model.spec
-        restored = to_content(read_llama_file(data, spec), spec, model.arch, model.n_vocab)
-        with context.new_sequences(len(restored.seq_ids)) as made:
-            state_set(context.cache, restored.content, [text.seq_id for text in made])
-        return made
+    content = to_content(read_llama_file(data, spec), spec, arch, n_vocab).content
+    check_content(content, spec.stores)
+    return Ready(content, (SavedText(),) * content.n_seqs)
 
 
-def save_llama_file(
-    source: Context | Sequence,
+def write_state(
     path: str | Path,
-    generation: Generation = "2026-10",
-    *,
-    v_trans: bool = False,
+    content: SequenceData,
+    spec: MemorySpec,
+    arch: str,
+    tokens: Sequence[int],
+    target: Target,
 ) -> None:
-    """Save a sequence, or all sequences of a context, as llama.cpp does.
-
-    A session lists the tokens of its first sequence only, so whoever loads it knows no others.
-    Tokens that wait are computed before.
-
-    Args:
-        source: a sequence for a sequence file, a context for a session file.
-        path: where to; an older file there stays until the new one is complete.
-        generation: whose layout; "2026-10" is what llama.cpp of that month reads.
-        v_trans: whether V lies across. llama.cpp reads only files like its own contexts: across
-            without flash attention, otherwise not.
+    """Write what sequences hold as llama.cpp does, the whole file or nothing.
 
     Raises:
         NotSupported: llama.cpp had no such files.
-        OptionError: there is nothing to save, or v_trans does not suit the type of V.
+        OptionError: the target does not suit the type of V.
         SnapshotFileError: the file cannot be written.
-        ClosedError: the context is closed.
     """
-    context, kind, texts = _of(source)
-    with context.exclusive():
-        context.check_open()
-        filled = [text for text in texts if len(text)]
-        if not filled:
-            raise OptionError("there is nothing to save: no sequence has tokens")
-        file = _take(context, filled, kind, generation, v_trans)
+    file = from_content(content, spec, arch, tokens, target)
     with replacing(Path(path)) as beside, beside.open("wb") as stream:
-        stream.writelines(file_pieces(file, len(context.memory_spec.places)))
-
-
-def _of(source: Context | Sequence) -> tuple[Context, Kind, Iterable[Sequence]]:
-    from kvcellar.runtime.sequence import Sequence  # which imports loading, which imports this
-
-    if isinstance(source, Sequence):
-        return source.context, "sequence", [source]
-    return source, "session", source.sequences
-
-
-def _take(
-    context: Context, texts: list[Sequence], kind: Kind, generation: Generation, v_trans: bool
-) -> LlamaFile:
-    """What sequences hold, as a file."""
-    for text in texts:
-        text.compute_pending()
-    seq_ids = tuple(text.seq_id for text in texts)
-    content = state_get(context.cache, seq_ids, checkpoints=False)
-    target = Target(kind, generation, seq_ids, v_trans)
-    model = context.model.spec
-    return from_content(content, context.memory_spec, model.arch, texts[0].tokens, target)
+        stream.writelines(file_pieces(file, len(spec.places)))

@@ -1,7 +1,4 @@
-"""A GGUF model: its weights mapped into memory, its tokenizer, and the contexts made of it.
-
-Which backends there are, and opening a model file with one of them.
-"""
+"""A GGUF model: its weights mapped into memory, its tokenizer, and the contexts made of it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from weakref import WeakSet
 
 from kvcellar.backends.base import ModelFile, OpenMemory
 from kvcellar.errors import ClosedError, OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
@@ -31,21 +28,6 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name to ``module:class``; modules are imported when needed."""
-
-
-def open_model_file(path: str | Path, backend: str, n_threads: int | None) -> ModelFile[Any]:
-    """Open a GGUF file with a backend.
-
-    Raises:
-        OptionError: there is no such backend.
-        ModelFileError: the file is missing, truncated, damaged or not GGUF.
-        LibraryError: the backend's library cannot be used.
-    """
-    if backend not in BACKENDS:
-        raise OptionError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
-    module, _, name = BACKENDS[backend].partition(":")
-    opened: ModelFile[Any] = getattr(import_module(module), name)(path, n_threads)
-    return opened
 
 
 class Model:
@@ -64,7 +46,7 @@ class Model:
 
     Raises:
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
-        UnsupportedModel: it needs an architecture, tensor type or setting that we lack.
+        UnsupportedModel: it needs an architecture, tensor type or setting that is not supported.
         LibraryError: the backend's library cannot be used.
         OptionError: ``n_threads`` is outside its range, or no such backend.
     """
@@ -131,7 +113,7 @@ class Model:
         checkpoints: int = 32,
         checkpoint_bytes: int | None = None,
     ) -> Context:
-        """A cache and what runs over it; see :class:`ContextOptions` for the arguments.
+        """Make a cache and the graphs over it; see :class:`ContextOptions` for the arguments.
 
         Raises:
             OptionError: an argument outside its range, or a type that does not fit the heads.
@@ -156,7 +138,7 @@ class Model:
         return context
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
-        """Why attention cannot run in a kernel of our own; None if it can."""
+        """Return why attention cannot run in a kernel of our own; None if it can."""
         return self._file.why_no_kernel(spec)
 
     @cached_property
@@ -166,17 +148,17 @@ class Model:
         See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
 
         Raises:
-            ClosedError: the model is closed, and nobody has asked before.
+            ClosedError: the model is closed, and it was not computed before.
         """
         self._check_open()
         return weights_hash(self._file, self._stamp)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
-        """Rows of K or V ``[n, row_bytes]`` stored another way; for snapshots."""
+        """Convert rows of K or V ``[n, row_bytes]`` to another format, for snapshots."""
         return self._file.convert_rows(rows, src, dst)
 
     def open_memory(self, spec: MemorySpec, *, kernel: bool, products: bool) -> OpenMemory:
-        """Stores of that shape and what computes over them; contexts are made of these.
+        """Open stores of that shape and what computes over them, for a context.
 
         Args:
             spec: the shape.
@@ -212,3 +194,18 @@ class Model:
     def __repr__(self) -> str:
         spec = self.spec
         return f"<Model {self.path.name}: {spec.arch}, {len(spec.layers)} layers>"
+
+
+def open_model_file(path: str | Path, backend: str, n_threads: int | None) -> ModelFile[Any]:
+    """Open a GGUF file with a backend.
+
+    Raises:
+        OptionError: there is no such backend.
+        ModelFileError: the file is missing, truncated, damaged or not GGUF.
+        LibraryError: the backend's library cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise OptionError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    module, _, name = BACKENDS[backend].partition(":")
+    opened: ModelFile[Any] = getattr(import_module(module), name)(path, n_threads)
+    return opened

@@ -1,11 +1,10 @@
-"""The options of a context, checked before anything is allocated.
+"""Options of contexts, saving, loading and context shift: numbers, checked before anything happens.
 
-Context shift: which tokens go when there is no room, as numbers; nothing here touches a cell.
+Nothing here touches a cell.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -14,8 +13,8 @@ import numpy as np
 
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
-from kvcellar.errors import OptionError
-from kvcellar.models.base import ModelSpec
+from kvcellar.errors import OptionError, check_range
+from kvcellar.models.blocks import ModelSpec
 from kvcellar.types import (
     MAX_POSITION,
     CacheSpec,
@@ -33,7 +32,7 @@ MAX_CHECKPOINTS = 2**16
 CHECKPOINT_BYTES = 256 * 2**20
 
 WhyNot: TypeAlias = Callable[[CacheSpec], str | None]
-"""Says why a cache of that shape cannot have something; None if it can."""
+"""Returns why a cache of that shape cannot have something; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +47,18 @@ class ContextOptions:
         type_k: storage type of K, a GGUF name.
         type_v: storage type of V, a GGUF name.
         flash_attn: how attention runs over f16, bf16 or f32 V. True: V is kept a row a cell, which
-            suits several sequences in one pool. False: V lies across, which suits one sequence.
+            suits several sequences in one pool. False: V is transposed, which suits one sequence.
             None: False for one sequence with such a V and without the kernel, else True.
-        kernel: whether attention runs in our own kernel, which reads nothing but the
-            cells of their sequences. None: if it can be; it takes llvmlite, and K and V each as
-            f16, q8_0 or q4_0. Unless False, products with quantised weights are ours too, where
-            llvmlite is and the processor has AVX-512 VNNI; they are more exact than ggml's.
-        defrag_threshold: the share of holes beyond which the cache is compacted unasked, a few
-            runs of cells a decode; None: never. Nothing depends on it but speed.
-        swa_full: whether layers that attend within a window keep all tokens as well. An edit far
-            back then needs no decode of what follows; without, they keep what a window needs.
+        kernel: whether attention runs in a kernel of our own, which reads only the cells of a
+            token's sequences. None: if it can; it needs llvmlite, and K and V each as f16, q8_0 or
+            q4_0. Unless False, products with quantised weights are computed by our own code too,
+            with llvmlite on processors with AVX-512 VNNI; they are more exact than ggml's.
+        defrag_threshold: the share of holes beyond which the cache is compacted by itself, a few
+            runs of cells a decode; None: never. It only affects speed.
+        swa_full: whether layers that attend within a window keep all tokens too. Without, they keep
+            what the window needs, and an edit far back means decoding what follows again.
         checkpoints: how many older states and windows may be kept to go back to; 0: none, and an
-            edit behind them means that the whole text is decoded again.
+            edit before them means decoding the whole text again.
         checkpoint_bytes: what those may take, states and each group of windows by itself; 0: there
             are none; None: 256 MiB.
     """
@@ -77,9 +76,9 @@ class ContextOptions:
     checkpoint_bytes: int | None = None
 
     def memory_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> MemorySpec:
-        """The memory that these options ask for.
+        """Return the shape of the memory that these options ask for.
 
-        The widest group always has ``n_ctx`` cells, so that the cache knows the whole text.
+        The widest group always has ``n_ctx`` cells, so that the cache has the whole text.
 
         Raises:
             OptionError: one is outside its range; the message names it.
@@ -96,7 +95,7 @@ class ContextOptions:
             type_v=KVType.parse(self.type_v),
             flash_attn=self.flash_attn is not False,
         )
-        groups = self._lay_out([replace(shape, layers=part) for part in layers], why_no_kernel)
+        groups = self._transposed([replace(shape, layers=part) for part in layers], why_no_kernel)
         sized = (*groups[:1], *map(self._in_window, groups[1:]))
         if not states:
             return MemorySpec(sized, None, places)
@@ -105,7 +104,7 @@ class ContextOptions:
         return MemorySpec(sized, StateSpec(n_rows, n_seq_max, states), places)
 
     def n_cells(self, model: ModelSpec) -> int:
-        """How many tokens the context is for."""
+        """Return the number of tokens that the context is for."""
         n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
         return check_range("n_ctx", n_ctx, 1, MAX_CELLS)
 
@@ -119,7 +118,7 @@ class ContextOptions:
         )
 
     def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
-        """Whether attention runs in our own kernel, in the groups where it can run.
+        """Return whether attention runs in our own kernel, in the groups where it can.
 
         Raises:
             OptionError: it is asked for and cannot run in one.
@@ -131,8 +130,8 @@ class ContextOptions:
             raise OptionError(f"kernel=True: {next(filter(None, reasons))}")
         return None in reasons
 
-    def _lay_out(self, groups: list[CacheSpec], why_no_kernel: WhyNot) -> tuple[CacheSpec, ...]:
-        """The groups with V across if nobody said how it lies and that is faster."""
+    def _transposed(self, groups: list[CacheSpec], why_no_kernel: WhyNot) -> tuple[CacheSpec, ...]:
+        """Transpose V in all groups if that is left open and faster."""
         suits = self.flash_attn is None and self.n_seq_max == 1
         for group in groups:
             suits &= not group.type_v.is_quantized
@@ -143,26 +142,11 @@ class ContextOptions:
         return tuple(replace(group, flash_attn=False, padding=0) for group in groups)
 
     def _in_window(self, group: CacheSpec) -> CacheSpec:
-        """The group with as many cells as its window needs, where those are fewer."""
+        """Give the group as many cells as its window needs, where those are fewer."""
         if self.swa_full or not group.window:
             return group
         sizes = (group.window, group.n_seq_max, self.n_ubatch, group.padding, group.size)
         return replace(group, size=sliding_size(*sizes))
-
-
-def check_range(name: str, value: int, low: int, high: int) -> int:
-    """The value as an int in ``[low, high]``.
-
-    Raises:
-        OptionError: it is not a whole number, or outside the range.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise OptionError(f"{name}={value!r}: must be a whole number") from None
-    if isinstance(value, bool) or not low <= number <= high:
-        raise OptionError(f"{name}={value!r}: must be in [{low}, {high}]")
-    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +156,7 @@ class SaveOptions:
     Attributes:
         type_k: store K as another type than the cache's, a GGUF name; None: as it is.
         type_v: the same for V.
-        compress: with zstd, which needs ``kvcellar[zstd]``. Loading is slower then.
+        compress: with zstd, which needs ``kvcellar[zstd]``; loading becomes slower.
         checkpoints: whether older states and windows are saved as well, to go back to.
     """
 
@@ -214,12 +198,12 @@ _ROOM = 4  # cells that llama.cpp's server never lets ``keep`` claim
 
 @dataclass(frozen=True, slots=True)
 class ContextShift:
-    """What to give up when a text has no more room: tokens behind the first ``keep``.
+    """What to discard when a text has no more room: tokens behind the first ``keep``.
 
     Attributes:
         keep: how many tokens at the start stay, for example those of a system prompt; clamped so
             that a few cells are left for the rest.
-        discard: how many tokens behind them go, at least one and never all; None: half of them.
+        discard: how many tokens behind them are discarded, at least one and never all; None: half.
 
     Raises:
         OptionError: one of them is outside its range.
@@ -234,7 +218,7 @@ class ContextShift:
             check_range("discard", self.discard, 1, MAX_POSITION)
 
     def clamped(self, n_tokens: int, n_ctx: int) -> tuple[int, int]:
-        """Which of the tokens go, as a range; clamped as llama.cpp's server does.
+        """Return which tokens are discarded, as a range; clamped as llama.cpp's server does.
 
         Raises:
             OptionError: there are fewer than two tokens.
@@ -247,10 +231,10 @@ class ContextShift:
         return keep, keep + min(discard, n_left - 1)
 
     def span(self, positions: Int32Array, n_ctx: int) -> tuple[int, int]:
-        """As :meth:`clamped`, for tokens at ascending positions: those that share one go together.
+        """Clamp for tokens at ascending positions: those that share one are discarded together.
 
         Raises:
-            OptionError: nothing could go, or nothing would be left.
+            OptionError: nothing could be discarded, or nothing would be left.
         """
         n = len(positions)
         keep, stop = self.clamped(n, n_ctx)

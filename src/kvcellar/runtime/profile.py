@@ -2,15 +2,15 @@
 
 Invariants:
 
-1. The rows of a kind of step add up to its seconds, and those to the time from the first step to
+1. The lines of a kind of step add up to its seconds, and those to the time from the first step to
    the last, less what measuring itself took.
-2. Every node of every graph is in a row.
-3. A context that is not profiled pays for a comparison with None a decode.
+2. Every node of every graph is in a line.
+3. A context that is not profiled pays for one comparison with None a decode.
 
-Every second time a graph is computed whole (see ``ProfiledExecutor``). That says what a node costs
-more when it is computed alone, which is taken off, and how long the graph really takes, to which
-the nodes are scaled. Of the first such pair the one part was cold and the other warm; it is left
-out, and where few remain nothing is taken off or scaled.
+Every second time a graph is computed whole (see ``Executor.watch``). That tells how much more a
+node costs when it is computed alone, which is subtracted, and how long the graph really takes, to
+which the nodes are scaled. Of the first such pair one part was cold and the other warm; it is left
+out, and where few remain nothing is subtracted or scaled.
 """
 
 from __future__ import annotations
@@ -21,104 +21,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from kvcellar.backends.base import Executor, GraphTimes, OpTime, ProfiledExecutor
-from kvcellar.errors import NotSupported
+from kvcellar.backends.base import Executor, GraphTimes, OpTime
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 NOTHING = OpTime(0, 0.0)
-FEWEST_PAIRS = 3  # that say what a node costs more alone
-
-
-class Row(NamedTuple):
-    """One line of a profile; there are no nodes where it is no operation of a graph."""
-
-    name: str
-    n_nodes: float  # a graph, on average
-    seconds: float
-
-
-class Pair(NamedTuple):
-    """A graph computed node by node, and at once again as a whole."""
-
-    n_nodes: int
-    split: float  # seconds of the nodes together
-    whole: float
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """All steps of one kind.
-
-    Attributes:
-        n_steps: calls of decode.
-        n_tokens: their tokens.
-        parts: seconds outside the graphs, by what was done.
-        ops: nodes and seconds of the graphs that were computed node by node.
-        n_split: how many those were.
-        whole_seconds: of the graphs that were computed whole.
-        n_whole: how many those were.
-        pairs: each of those beside the same graph just before, node by node.
-    """
-
-    n_steps: int = 0
-    n_tokens: int = 0
-    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ops: dict[str, OpTime] = field(default_factory=dict)
-    n_split: int = 0
-    whole_seconds: float = 0.0
-    n_whole: int = 0
-    pairs: list[Pair] = field(default_factory=list)
-
-    @property
-    def compared(self) -> Pair | None:
-        """Sum of all pairs but the first; None if those are too few to tell anything."""
-        warm = self.pairs[1:]
-        if len(warm) < FEWEST_PAIRS:
-            return None
-        return Pair(*(sum(figures) for figures in zip(*warm, strict=True)))
-
-    @property
-    def node_cost(self) -> float:
-        """Seconds that a node costs more when it is computed alone; 0 if that is not known."""
-        pair = self.compared
-        return max(pair.split - pair.whole, 0.0) / pair.n_nodes if pair else 0.0
-
-    @property
-    def graph_seconds(self) -> float:
-        """What the graphs would have taken, had all been computed whole, as far as is known."""
-        split = sum(op.seconds for op in self.ops.values())
-        pair = self.compared
-        return self.whole_seconds + split * (pair.whole / pair.split if pair else 1.0)
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.graph_seconds + sum(self.parts.values())
-
-    def rows(self) -> list[Row]:
-        """Operations and what Python did, the longest first."""
-        cost = self.node_cost
-        own = {k: max(op.seconds - cost * op.n_nodes, 0.0) for k, op in self.ops.items()}
-        total = sum(own.values())
-        scale = self.graph_seconds / total if total else 0.0
-        found = [Row(k, op.n_nodes / self.n_split, own[k] * scale) for k, op in self.ops.items()]
-        found += [Row(name, 0.0, seconds) for name, seconds in self.parts.items()]
-        return sorted(found, key=lambda row: -row.seconds)
-
-    def add_graph(self, times: GraphTimes, before: GraphTimes | None) -> None:
-        """Count one graph; ``before`` is the one computed last."""
-        if not times.ops:
-            self.n_whole += 1
-            whole = times.end - times.begin
-            self.whole_seconds += whole
-            if before is not None and before.ops:
-                self.pairs.append(Pair(*_sum(*before.ops.values()), whole))
-            return
-        self.n_split += 1
-        for kind, op in times.ops.items():
-            self.ops[kind] = _sum(self.ops.get(kind, NOTHING), op)
+FEWEST_PAIRS = 3  # from which on the cost of a lone node is known
 
 
 class Profile:
@@ -139,19 +48,17 @@ class Profile:
 
     @classmethod
     def of(cls, executor: Executor) -> Profile:
-        """A profile of what an executor computes from now on.
+        """Profile what an executor computes from now on.
 
         Raises:
-            NotSupported: it cannot tell.
+            NotSupported: the backend has no profile.
         """
-        if not isinstance(executor, ProfiledExecutor):
-            raise NotSupported("this backend cannot be profiled: use backend='ggml'")
         profile = cls()
         executor.watch(profile.see_graph)
         return profile
 
     def see_graph(self, times: GraphTimes) -> None:
-        """Count one graph as part of the step that is going on."""
+        """Count one graph as part of the current step."""
         self._graphs.append(times)
 
     def add(
@@ -185,7 +92,7 @@ class Profile:
             self._before = graph
 
     def timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, its time counted as that part of decoding."""
+        """Return the function, its time counted as that part of decoding."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             start = perf_counter()
@@ -197,6 +104,96 @@ class Profile:
                 self._since_step += seconds
 
         return call
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """All steps of one kind.
+
+    Attributes:
+        n_steps: calls of decode.
+        n_tokens: their tokens.
+        parts: seconds outside the graphs, by what was done.
+        ops: nodes and seconds of the graphs that were computed node by node, by operation.
+        n_split: the number of those graphs.
+        whole_seconds: seconds of the graphs that were computed whole.
+        n_whole: the number of those graphs.
+        pairs: those beside the same graph computed just before, node by node.
+    """
+
+    n_steps: int = 0
+    n_tokens: int = 0
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ops: dict[str, OpTime] = field(default_factory=dict)
+    n_split: int = 0
+    whole_seconds: float = 0.0
+    n_whole: int = 0
+    pairs: list[Pair] = field(default_factory=list)
+
+    @property
+    def compared(self) -> Pair | None:
+        """Sum of all pairs but the first; None if there are too few."""
+        warm = self.pairs[1:]
+        if len(warm) < FEWEST_PAIRS:
+            return None
+        return Pair(*(sum(figures) for figures in zip(*warm, strict=True)))
+
+    @property
+    def node_cost(self) -> float:
+        """Seconds that a node costs more when it is computed alone; 0 if not known."""
+        pair = self.compared
+        return max(pair.split - pair.whole, 0.0) / pair.n_nodes if pair else 0.0
+
+    @property
+    def graph_seconds(self) -> float:
+        """An estimate of what the graphs would have taken if all had been computed whole."""
+        split = sum(op.seconds for op in self.ops.values())
+        pair = self.compared
+        return self.whole_seconds + split * (pair.whole / pair.split if pair else 1.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps."""
+        return self.graph_seconds + sum(self.parts.values())
+
+    def lines(self) -> list[Line]:
+        """Return operations and what Python did, the longest first."""
+        cost = self.node_cost
+        own = {k: max(op.seconds - cost * op.n_nodes, 0.0) for k, op in self.ops.items()}
+        total = sum(own.values())
+        scale = self.graph_seconds / total if total else 0.0
+        found = [Line(k, op.n_nodes / self.n_split, own[k] * scale) for k, op in self.ops.items()]
+        found += [Line(name, 0.0, seconds) for name, seconds in self.parts.items()]
+        return sorted(found, key=lambda line: -line.seconds)
+
+    def add_graph(self, times: GraphTimes, before: GraphTimes | None) -> None:
+        """Count one graph; ``before`` is the one computed last."""
+        if not times.ops:
+            self.n_whole += 1
+            whole = times.end - times.begin
+            self.whole_seconds += whole
+            if before is not None and before.ops:
+                self.pairs.append(Pair(*_sum(*before.ops.values()), whole))
+            return
+        self.n_split += 1
+        for kind, op in times.ops.items():
+            self.ops[kind] = _sum(self.ops.get(kind, NOTHING), op)
+
+
+class Line(NamedTuple):
+    """One line of a profile; it has no nodes if it is no operation of a graph."""
+
+    name: str
+    n_nodes: float  # a graph, on average
+    seconds: float
+
+
+class Pair(NamedTuple):
+    """A graph computed node by node, and right after that as a whole."""
+
+    n_nodes: int
+    split: float  # seconds of the nodes together
+    whole: float
 
 
 def _sum(*times: OpTime) -> OpTime:

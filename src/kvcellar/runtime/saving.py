@@ -1,31 +1,28 @@
-"""What sequences hold, as a snapshot: what ``Sequence.save`` and ``Context.save`` write.
+"""What sequences hold, taken out of a cache as a snapshot and prepared to be put into one.
 
-Snapshots put into a context: what ``Context.load`` and ``Sequence.load`` do.
-
-Everything that can be wrong with a snapshot is found before anything is changed, and the cache
-takes it in as a whole or not at all.
+Everything that can be wrong with a snapshot is found by :func:`prepare`, once and before anything
+is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcellar.backends.checks import check_types
+from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
-from kvcellar.cache.transfer import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch
-from kvcellar.runtime.llama_files import is_llama_file, load_llama_file
-from kvcellar.runtime.options import LoadOptions, SaveOptions, check_range
-from kvcellar.snapshot.container import read_snapshot, write_file
-from kvcellar.snapshot.native import to_arrays
+from kvcellar.cache.transfer import state_get
+from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch, check_range
+from kvcellar.runtime.options import LoadOptions, SaveOptions
+from kvcellar.snapshot.container import read_snapshot
 from kvcellar.snapshot.snapshot import (
-    Plain,
+    Convert,
+    Json,
     SavedText,
     Snapshot,
     check_same,
@@ -33,65 +30,80 @@ from kvcellar.snapshot.snapshot import (
     digest,
     with_row_types,
 )
-from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array
-
-if TYPE_CHECKING:
-    from kvcellar.runtime.context import Context
-    from kvcellar.runtime.sequence import Sequence as Text
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, MemorySpec
 
 
-def save_file(
-    context: Context, texts: Sequence[Text], path: str | Path, options: SaveOptions
-) -> int:
-    """Write sequences to a file; returns its bytes."""
-    snapshot = take_snapshot(context, texts, options)
-    return write_file(Path(path), to_arrays(snapshot), compress=options.compress)
+@dataclass(frozen=True, slots=True)
+class ContextFacts:
+    """What saving and loading have to know of a context.
 
-
-def save_part(text: Text, path: str | Path, start: int, stop: int | None, how: SaveOptions) -> int:
-    """Write tokens ``[start, stop)`` of a sequence to a file; returns its bytes."""
-    snapshot = take_part(text, start, stop, how)
-    return write_file(Path(path), to_arrays(snapshot), compress=how.compress)
-
-
-def take_snapshot(context: Context, texts: Sequence[Text], options: SaveOptions) -> Snapshot:
-    """Whole sequences as a value; those that have waiting tokens compute them first.
-
-    Raises:
-        OptionError: a sequence of another context, or one twice.
+    Attributes:
+        cache: where sequences are.
+        memory_spec: the shape of its parts.
+        fingerprint: what a snapshot has to share with it.
+        convert_rows: stores rows of K or V another way.
+        n_vocab: token ids are below it.
     """
-    if any(text.context is not context for text in texts):
-        raise OptionError("sequences: one of them belongs to another context")
-    for text in texts:
-        text.compute_pending()
-    ids = [text.seq_id for text in texts]
-    content = state_get(context.cache, ids, checkpoints=options.checkpoints)
-    saved = tuple(text.saved_text() for text in texts)
-    return stored(context, Snapshot(context.fingerprint, content, saved), options)
+
+    cache: Cache
+    memory_spec: MemorySpec
+    fingerprint: Mapping[str, Json]
+    convert_rows: Convert
+    n_vocab: int
 
 
-def take_part(text: Text, start: int, stop: int | None, options: SaveOptions) -> Snapshot:
-    """Tokens ``[start, stop)`` of a sequence as a value.
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """Sound content that fits a cache, and what is known of its texts.
+
+    Attributes:
+        content: what the sequences will hold.
+        texts: what else is known of each.
+        shift: how far positions move.
+        n_dropped: how many tokens are to be trimmed from the end again.
+    """
+
+    content: SequenceData
+    texts: tuple[SavedText, ...]
+    shift: int = 0
+    n_dropped: int = 0
+
+
+# -- saving
+
+
+def take_snapshot(
+    facts: ContextFacts, seq_ids: Sequence[int], texts: Sequence[SavedText], options: SaveOptions
+) -> Snapshot:
+    """Take whole sequences, of which nothing is pending; errors are those of ``state_get``."""
+    content = state_get(facts.cache, seq_ids, checkpoints=options.checkpoints)
+    return stored(facts, Snapshot(facts.fingerprint, content, tuple(texts)), options)
+
+
+def take_part(
+    facts: ContextFacts,
+    seq_id: int,
+    text: SavedText,
+    at: Int32Array,
+    start: int,
+    stop: int,
+    options: SaveOptions,
+) -> Snapshot:
+    """Take tokens ``[start, stop)`` of a sequence whose tokens stand ``at`` these positions.
 
     Raises:
-        OptionError: a range outside the sequence, or one that would part grouped tokens.
+        OptionError: the range would part tokens that share a position.
         NotSupported: the cache has states or windows, and they do not begin or end there.
     """
-    context, size = text.context, len(text)
-    stop = size if stop is None else check_range("stop", stop, 0, size)
-    start = check_range("start", start, 0, stop)
-    if (start, stop) == (0, size):
-        return take_snapshot(context, [text], options)
-    text.compute_pending()
-    p0, p1 = check_cuts(text.positions, start, stop)
+    p0, p1 = check_cuts(at, start, stop)
     first, last = (p0 if start else 0, p1) if start < stop else (0, 0)
-    content = state_get(context.cache, [text.seq_id], first, last, checkpoints=options.checkpoints)
-    saved = text.saved_text().part(start, stop, size, p1)
-    return stored(context, Snapshot(context.fingerprint, content, (saved,)), options)
+    content = state_get(facts.cache, [seq_id], first, last, checkpoints=options.checkpoints)
+    part = text.part(start, stop, len(at), p1)
+    return stored(facts, Snapshot(facts.fingerprint, content, (part,)), options)
 
 
 def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
-    """The positions that tokens ``[start, stop)`` of a text span.
+    """Return the positions that tokens ``[start, stop)`` of a text span.
 
     Args:
         at: where all its tokens stand, at least one.
@@ -108,12 +120,12 @@ def check_cuts(at: Int32Array, start: int, stop: int) -> tuple[int, int]:
     return ends[start], ends[stop]
 
 
-def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
-    """The snapshot with K and V in the types that are asked for."""
-    if options.types == (None, None):
+def stored(facts: ContextFacts, snapshot: Snapshot, options: SaveOptions) -> Snapshot:
+    """Store K and V of a snapshot in the types that are asked for."""
+    if options.type_k is None and options.type_v is None:
         return snapshot
-    specs = [as_type(spec, options) for spec in context.memory_spec.groups]
-    other = converted(snapshot, specs, context.model.convert_rows)
+    specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
+    other = converted(snapshot, specs, facts.convert_rows)
     if other is snapshot:
         return snapshot
     were = digest(snapshot.fingerprint)
@@ -121,172 +133,118 @@ def stored(context: Context, snapshot: Snapshot, options: SaveOptions) -> Snapsh
     return replace(other, texts=texts)
 
 
-def stored_fingerprint(context: Context, options: SaveOptions) -> dict[str, Plain]:
-    """The fingerprint that :func:`stored` gives a snapshot."""
-    specs = [as_type(spec, options) for spec in context.memory_spec.groups]
-    return with_row_types(context.fingerprint, specs)
+def stored_fingerprint(facts: ContextFacts, options: SaveOptions) -> Mapping[str, Json]:
+    """Return the fingerprint that :func:`stored` gives a snapshot."""
+    if options.type_k is None and options.type_v is None:
+        return facts.fingerprint
+    specs = [as_type(spec, options) for spec in facts.memory_spec.groups]
+    return with_row_types(facts.fingerprint, specs)
 
 
 def as_type(spec: CacheSpec, options: SaveOptions) -> CacheSpec:
-    """The shape of a cache that would store rows that way."""
+    """Return the shape of a cache that would store rows that way."""
     k, v = options.types
     other = replace(
         spec,
         type_k=k or spec.type_k,
         type_v=v or spec.type_v,
-        flash_attn=True,  # which way V lies does not matter in a file
+        flash_attn=True,  # whether V is transposed does not matter in a file
     )
     check_types(other)
     return other
 
 
-def load_file(context: Context, path: str | Path, options: LoadOptions) -> list[Text]:
-    """New sequences with what a file holds; see :func:`put_snapshot`."""
-    if is_llama_file(path):
-        if options != LoadOptions(convert=options.convert):
-            raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
-        return load_llama_file(context, path)
-    return put_snapshot(context, read_snapshot(path), options)
+# -- loading
 
 
-def load_one(context: Context, path: str | Path, options: LoadOptions) -> Text:
-    """A new sequence with what a file of one sequence holds."""
-    if is_llama_file(path):
-        loaded = load_file(context, path, options)
-        if len(loaded) == 1:
-            return loaded[0]
-        for text in loaded:
-            text.close()
-        raise _several(len(loaded))
+def read_single(path: str | Path) -> Snapshot:
+    """Read a snapshot of one sequence; raises as ``read_snapshot``, or SnapshotMismatch."""
     snapshot = read_snapshot(path)
-    _check_single(snapshot)
-    return put_snapshot(context, snapshot, options)[0]
+    require_single(snapshot.content.n_seqs)
+    return snapshot
 
 
-def load_into(text: Text, path: str | Path, options: LoadOptions) -> None:
-    """Let one sequence go on with what a file holds of one; see :func:`put_into`."""
-    if is_llama_file(path):
-        raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
-    snapshot = read_snapshot(path)
-    _check_single(snapshot)
-    put_into(text.context, snapshot, [text], options)
+def require_single(n_seqs: int) -> None:
+    """Raise SnapshotMismatch unless a file has one sequence."""
+    if n_seqs != 1:
+        raise SnapshotMismatch("sequences", n_seqs, 1, "load them with Context.load_all")
 
 
-def put_snapshot(context: Context, snapshot: Snapshot, options: LoadOptions) -> list[Text]:
-    """New sequences with what a snapshot holds; if anything fails there are none."""
-    with context.new_sequences(snapshot.content.n_seqs) as made:
-        put_into(context, snapshot, made, options)
-    return made
-
-
-def put_into(
-    context: Context, snapshot: Snapshot, texts: Sequence[Text], options: LoadOptions
-) -> None:
-    """Let sequences go on with what a snapshot holds.
+def prepare(facts: ContextFacts, snapshot: Snapshot, options: LoadOptions) -> Ready:
+    """Check a snapshot, with rows as the context stores them; nothing is changed.
 
     Raises:
         SnapshotMismatch: it is of another model, or stored otherwise; names what differs.
         SnapshotFileError: it contradicts itself.
         OptionError: the range is outside of it.
-        CacheError: there is no room, or it cannot be put there; see ``state_set``.
     """
-    with_row_types = snapshot.fingerprint
-    snapshot = _fitting(context, snapshot, options.convert)
-    content, saved = snapshot.content, snapshot.texts
-    n_dropped = 0
+    check_same(snapshot.fingerprint, facts.fingerprint, row_types=not options.convert)
+    content, texts = snapshot.content, snapshot.texts
+    if snapshot.fingerprint["groups"] != facts.fingerprint["groups"]:
+        were = digest(snapshot.fingerprint)
+        content = converted(snapshot, facts.memory_spec.groups, facts.convert_rows).content
+        texts = tuple(replace(text, stored_as=were) for text in texts)
+    check_content(content, facts.memory_spec.stores)
+    _check_tokens(content, facts.n_vocab)
+    _check_texts(texts, facts.n_vocab)
+    n_dropped = shift = 0
     if options.start or options.stop is not None:
-        content, saved, n_dropped = _part(snapshot, options)
-    shift = 0
+        content, texts, n_dropped = _part(content, texts, options)
     if options.positions is not None:
         where = check_range("positions", options.positions, 0, MAX_POSITION - 1)
         first = min(content.span(seq)[0] for seq in range(content.n_seqs))
         shift = where - max(first, 0)
-    for text in texts:
-        text.compute_pending()
-    before = {text.seq_id: text.tokens for text in texts}
-    with context.cache.transaction():
-        state_set(context.cache, content, [text.seq_id for text in texts], shift=shift)
-        for text, one in zip(texts, saved, strict=True):
-            end = one.self_extended_end + shift
-            moved = replace(one, logits=None, self_extended_end=end, inexact_from=0)
-            text.adopt(moved if shift else one, before[text.seq_id])
-            if n_dropped:
-                text.trim(n_dropped)
-    is_other = with_row_types["groups"] != context.fingerprint["groups"]
-    for text, one in zip(texts, saved, strict=True):
-        text.stored_as = digest(with_row_types) if is_other else one.stored_as or text.stored_as
-
-
-def _fitting(context: Context, snapshot: Snapshot, convert: bool) -> Snapshot:
-    """The snapshot with rows as the context stores them; whatever is wrong with it is found."""
-    memory = context.memory_spec
-    if snapshot.fingerprint != context.fingerprint:
-        check_same(snapshot.fingerprint, context.fingerprint, row_types=not convert)
-        snapshot = converted(snapshot, memory.groups, context.model.convert_rows)
-    states = () if memory.states is None else (memory.states,)
-    check_content(snapshot.content, [*memory.groups, *states])
-    _check_tokens(snapshot, context.model.spec.n_vocab)
-    _check_saved(snapshot)
-    return snapshot
-
-
-def _check_single(snapshot: Snapshot) -> None:
-    if (n := snapshot.content.n_seqs) != 1:
-        raise _several(n)
-
-
-def _several(n: int) -> SnapshotMismatch:
-    return SnapshotMismatch("sequences", n, 1, "load them with Context.load_all")
+    if shift:
+        texts = tuple(
+            replace(
+                text,
+                logits=None,
+                self_extended_end=text.self_extended_end + shift,
+                inexact_from=0,
+            )
+            for text in texts
+        )
+    return Ready(content, texts, shift, n_dropped)
 
 
 def _part(
-    snapshot: Snapshot, options: LoadOptions
+    content: SequenceData, texts: tuple[SavedText, ...], options: LoadOptions
 ) -> tuple[SequenceData, tuple[SavedText, ...], int]:
-    """What is to be put in of a range of tokens, and how many go again from its end."""
-    content = snapshot.content
+    """Return what is to be put in of a range of tokens, and how many go again from its end."""
     if content.n_seqs != 1:
         raise SnapshotMismatch("sequences", content.n_seqs, 1, "a range needs one alone")
-    at, text = content.text_of(0)[0], snapshot.texts[0]
+    at = content.text_of(0)[0]
     size = len(at)
     stop = size if options.stop is None else check_range("stop", options.stop, 0, size)
     start = check_range("start", options.start, 0, stop)
     if (start, stop) == (0, size):
-        return content, snapshot.texts, 0
+        return content, texts, 0
     p0, p1 = check_cuts(at, start, stop)
-    cut = text.part(start, stop, size, p1)
-    if start or _can_cut(content):
-        return between(content, p0, p1), (cut,), 0
-    return content, (replace(text, logits=None),), size - stop
-
-
-def _can_cut(content: SequenceData) -> bool:
     windows = any(group.checkpoints for group in content.groups)
-    return content.states is None and not content.has_evicted and not windows
+    if start or (content.states is None and not content.has_evicted and not windows):
+        return between(content, p0, p1), (texts[0].part(start, stop, size, p1),), 0
+    return content, (replace(texts[0], logits=None),), size - stop
 
 
-def _check_tokens(snapshot: Snapshot, n_vocab: int) -> None:
-    content = snapshot.content
+def _check_tokens(content: SequenceData, n_vocab: int) -> None:
     lists = [group.tokens for group in content.groups]
     lists += [one.tokens for group in content.groups for one in group.checkpoints]
-    lists += [
-        evicted[1] for group in content.groups for evicted in group.evicted if evicted.ndim == 2
-    ]
+    lists += [evicted[1] for group in content.groups for evicted in group.evicted]
     if content.states is not None:
         lists += [held.tokens for held in content.states.held if held is not None]
     for tokens in lists:
         if tokens.size and int(tokens.max()) >= n_vocab:
             raise SnapshotFileError(f"token {tokens.max()} is outside the vocabulary of {n_vocab}")
-    for text in snapshot.texts:
+
+
+def _check_texts(texts: Sequence[SavedText], n_vocab: int) -> None:
+    """Check that what is said of texts can be used; wrong numbers do no harm within range."""
+    for text in texts:
         logits = text.logits
         if logits is not None and (logits.shape != (n_vocab,) or logits.dtype != np.float32):
             raise SnapshotFileError(f"logits of shape {logits.shape} for {n_vocab} tokens")
         if logits is not None and not np.isfinite(logits).all():
             raise SnapshotFileError("logits that are not finite")
-
-
-def _check_saved(snapshot: Snapshot) -> None:
-    """See that what is said of the texts can be used; wrong numbers do no harm within range."""
-    for text in snapshot.texts:
         for name, value in (
             ("grouped_end", text.self_extended_end),
             ("tainted", text.inexact_from or 0),

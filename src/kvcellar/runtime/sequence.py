@@ -1,35 +1,30 @@
-"""A token stream that lives in a context's cache: append, fork, edit, generate, close.
+"""A token stream that lives in a context's cache: append, fork, edit, generate, save, close.
 
-Tokens that were sampled but not yet computed wait, and so do those that an edit took back further
-than it had to (``editing.py``); they are computed together with whatever comes next.
+A sequence is its cells, which the cache has under ``seq_id``, and what is known beside them, a
+:class:`~kvcellar.runtime.cached_text.TextState`. Tokens that are not computed yet are pending:
+those that were sampled last, and those that an edit took back further than it had to. They are
+computed together with what comes next.
 
 Threads that share a context take turns: one call at a time, on whichever of its sequences.
-
-A text of which a part is in the cache and the rest waits to be computed, and its edits.
-
-``tokens`` is what the cache holds followed by what waits. Where a cache can forget tokens it does;
-where it has to go further back, as a state must that absorbed them, what follows waits to be
-computed again: the text is the same, and only costs more.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from copy import copy
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import Cache, Undo
-from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError
-from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens
+from kvcellar.cache.base import Undo
+from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
+from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
 from kvcellar.runtime.generation import FinishReason, Generation
-from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions, check_range
-from kvcellar.runtime.saving import load_into, save_part
+from kvcellar.runtime.llama_files import is_llama_file
+from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
+from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
+from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
 from kvcellar.types import Float32Array, Int32Array, KVType
@@ -39,238 +34,65 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Sequence")
 
 
-class TakesTurns(Protocol):
-    """What :func:`synchronized` methods belong to."""
-
-    turn: AbstractContextManager[object]
-
-
-Locked = TypeVar("Locked", bound=TakesTurns)
-
-
-def synchronized(
-    method: Callable[Concatenate[Locked, P], R],
-) -> Callable[Concatenate[Locked, P], R]:
-    """A method during which no other thread works on the context."""
+def synchronized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Hold off other threads from the context while a method of a sequence runs."""
 
     @wraps(method)
-    def alone(self: Locked, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turn:
             return method(self, *args, **kwargs)
 
     return alone
 
 
-T = TypeVar("T", bound="EditableText")
-
-
-class EditableText:
-    """The tokens of a sequence, and what can be done to them without computing anything.
+class Sequence:
+    """One stream of tokens in a context; made by :meth:`Context.sequence` or :meth:`fork`.
 
     Attributes:
-        turn: holds off other threads (``turns.py``).
-        rounded: names the types that K and V were restored or loaded from, if they are others than
-            the cache's; empty: as they were computed. llama.cpp's files do not tell.
+        context: where its cells are.
+        seq_id: its id for llama.cpp's verbs on ``context.cache``.
+        turn: holds off other threads.
+        finish_reason: why the last generation ended, None before and while it runs.
     """
 
-    def __init__(
-        self, cache: Cache, seq_id: int, n_ctx_train: int, turn: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, context: Context, seq_id: int) -> None:
+        self.context = context
         self.seq_id = seq_id
-        self.turn = turn
-        self._cached = CachedText(cache, seq_id)
-        self._pending = PendingTokens()
-        self._logits: Float32Array | None = None
-        self._logits_end = 0  # where the text ended that they follow
-        self._inexact_from: int | None = None  # see SavedText
-        self.stored_as = ""
-        self._n_ctx_train = n_ctx_train
+        self.turn = context.exclusive()
+        self.finish_reason: FinishReason | None = None
+        self._state = TextState()
         self._closed = False
+
+    # -- what it holds
 
     @property
     @synchronized
     def tokens(self) -> list[int]:
         """All token ids, in order."""
         self._check_open()
-        return [*self._cached.tokens, *self._pending.tokens]
+        cached = self.context.cache.seq_tokens(self.seq_id).tolist()
+        return [*self._state.in_order(cached), *self._state.pending.tokens]
 
     @property
     @synchronized
     def positions(self) -> Int32Array:
-        """Where each of ``tokens`` stands; those not computed yet: where they will."""
+        """Where ``tokens`` stand; pending ones: where they will."""
         self._check_open()
-        rest = self._pending.positions(self._cached.end)
-        return np.concatenate((self._cached.positions, rest)).astype(np.int32)
-
-    @synchronized
-    def __len__(self) -> int:
-        """How many tokens it has."""
-        self._check_open()
-        return len(self._cached) + len(self._pending)
-
-    @property
-    def inexact_from(self) -> int | None:
-        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
-
-        So it is behind a removal, after a context shift, or where text was loaded behind other
-        text. None: there is none. What others do to ``context.cache`` directly is not known here.
-        """
-        return self._inexact_from
-
-    @synchronized
-    def trim(self: T, n_tokens: int) -> T:
-        """Drop the last ``n_tokens`` tokens; returns the sequence itself.
-
-        Raises:
-            OptionError: it is negative or more than there are.
-        """
-        size = len(self)
-        n_tokens = check_range("n_tokens", n_tokens, 0, size)
-        if n_tokens == 0:
-            return self
-        n_left, n_held = size - n_tokens, len(self._cached)
-        if n_left < n_held:
-            self._pending = self._cached.go_back(n_left)
-            self._logits = None
-        else:
-            self._pending = self._pending.removed(n_left - n_held, size - n_held)
-        self._reconsider()
-        return self
-
-    @synchronized
-    def remove(self: T, start: int, stop: int, *, gap: Gap = "close") -> T:
-        """Remove tokens ``[start, stop)``, counted as in ``tokens``; returns the sequence itself.
-
-        Args:
-            start: the first token to go.
-            stop: the first one behind it to stay.
-            gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
-                What cannot move, as behind a recurrent state, is taken back and computed again.
-
-        Raises:
-            OptionError: a range outside the sequence, or one that would part grouped tokens.
-            CacheFull: cells that other sequences share have to be copied to move, and there is no
-                room for that. Nothing has changed.
-            NotSupported: a gap is to be kept in a recurrent sequence, or tokens would have to be
-                computed again that were decoded from embeddings.
-        """
-        stop = check_range("stop", stop, 0, len(self))
-        start = check_range("start", start, 0, stop)
-        if gap not in ("close", "keep"):
-            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
-        if gap == "keep" and start < stop < len(self) and self._cached.cache.has_states:
-            raise NotSupported(
-                'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
-                'other; use gap="close"'
-            )
-        n_held, at = len(self._cached), self.positions
-        closed = int(at[stop] - at[start]) if gap == "close" and stop < len(at) else 0
-        first, last = max(0, start - n_held), max(0, stop - n_held)
-        pending = self._pending.removed(first, last, closed)
-        if start < min(stop, n_held):
-            again = self._cached.remove(start, min(stop, n_held), gap)
-            pending = pending.prepended(again)
-            self._logits = None
-            if not again and stop < n_held:
-                self._mark_inexact(start)
-        self._pending = pending
-        self._reconsider()
-        if start < min(stop, len(self)) and self.positions[start] == at[stop]:
-            self._mark_inexact(start)  # there is a gap before it
-        return self
-
-    @synchronized
-    def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
-        """Discard tokens behind the first ``keep`` and move the rest up; returns how many went.
-
-        Both numbers are clamped as llama.cpp's server does (:class:`ContextShift`), so that at
-        least one computed token goes and one stays.
-
-        Raises:
-            OptionError: a negative number, or fewer than two tokens in the cache.
-            CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
-        """
-        self._check_open()
-        start, stop = self._cached.shift_span(ContextShift(keep, discard), self._pending)
-        self.remove(start, stop)
-        return stop - start
-
-    @synchronized
-    def self_extend(self: T, group: int, width: int) -> T:
-        """Let tokens share positions, so that more text fits what the model was trained for.
-
-        Of every ``width`` positions, ``group`` neighbours each become one, as llama.cpp's
-        ``grp-attn-n`` and ``grp-attn-w`` do. Windows that are not full yet are left alone: call
-        it again as the text grows. Returns the sequence itself.
-
-        Raises:
-            OptionError: a number below 1, or a width that is no multiple of group.
-            NotSupported: the model has states, or windows that slide.
-            ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
-        """
-        self._check_open()
-        before = self._cached.positions
-        self._cached.self_extend(group, width)
-        if (moved := np.flatnonzero(before != self._cached.positions)).size:
-            self._mark_inexact(int(moved[0]))
-        self._pending = PendingTokens(self._pending.tokens)  # they follow on from where it ends now
-        return self
-
-    @synchronized
-    def push(self, token: int) -> None:
-        """Add one token without computing it yet."""
-        self._check_open()
-        self._pending = self._pending.appended([token])
-
-    @synchronized
-    def make_room(self, shift: ContextShift) -> None:
-        """Shift until what waits to be computed fits; what :meth:`stream` does if asked to.
-
-        Raises:
-            CacheFull: a shift would free no cell, because others share them.
-        """
-        n_max = min(self._cached.cache.spec.size, self._n_ctx_train)
-        while span := self._cached.span_to_discard(self._pending, n_max, shift):
-            self.remove(*span)
-
-    def _mark_inexact(self, token: int) -> None:
-        """Know that K and V from a token on are not what a fresh decode would give."""
-        self._inexact_from = token if self._inexact_from is None else min(self._inexact_from, token)
-
-    def _reconsider(self) -> None:
-        """Know that what waits will be fresh, if it stands where it would in a text of its own."""
-        if len(self._cached) == 0:
-            self.stored_as = ""
-        if self._inexact_from is not None and len(self._cached) <= self._inexact_from:
-            moved = np.flatnonzero(self.positions != np.arange(len(self)))
-            self._inexact_from = int(moved[0]) if moved.size else None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"sequence {self.seq_id} is closed")
-
-
-class Sequence(EditableText):
-    """One stream of tokens in a context; made by :meth:`Context.sequence` or :meth:`fork`.
-
-    Attributes:
-        context: where its cells are.
-        seq_id: its id for llama.cpp's verbs on ``context.cache``.
-        finish_reason: why the last generation ended, None before and while it runs.
-    """
-
-    def __init__(self, context: Context, seq_id: int) -> None:
-        n_ctx_train = context.model.spec.n_ctx_train
-        super().__init__(context.cache, seq_id, n_ctx_train, context.exclusive())
-        self.context = context
-        self.finish_reason: FinishReason | None = None
+        return followed(self.context.cache.seq_positions(self.seq_id), self._state.pending)
 
     @property
     def text(self) -> str:
         """All tokens as text, special tokens included."""
         return self.context.model.tokenizer.decode(self.tokens)
+
+    @synchronized
+    def __len__(self) -> int:
+        """How many tokens it has."""
+        self._check_open()
+        return self.context.cache.seq_count(self.seq_id) + len(self._state.pending.tokens)
 
     @property
     @synchronized
@@ -281,18 +103,44 @@ class Sequence(EditableText):
             OptionError: the sequence is empty.
         """
         self._check_open()
-        if self._pending:
-            self._compute(self._pending)
-        self._forget_old_logits()
-        if self._logits is None:
-            self._compute_last_again()
-        if self._logits is None:
-            raise OptionError("the sequence is empty: append a prompt first")
-        return self._logits
+        if not self._state.pending.tokens:
+            if (logits := self._known_logits()) is not None:
+                return logits
+            text = self._fetch()
+            if not text.tokens:
+                raise OptionError("the sequence is empty: append a prompt first")
+            # After an edit the last token's logits are gone: take it out and compute it again.
+            last = PendingTokens(text.tokens[-1:], text.positions[-1:].tolist())
+            state = text.go_back(len(text.tokens) - 1)
+            self._state = state._replace(pending=last.prepended(state.pending))
+        return self._compute(self._state.pending)
+
+    @property
+    def inexact_from(self) -> int | None:
+        """The first token whose K and V are not what a fresh decode of ``tokens`` would give.
+
+        It follows a removal, a context shift, or a load behind other text. None: there is none.
+        Edits made directly on ``context.cache`` are not known here.
+        """
+        return self._state.inexact_from
+
+    @property
+    def stored_as(self) -> str:
+        """A digest that names the types K and V were loaded from, if others than the cache's.
+
+        Empty: they are as they were computed. llama.cpp's files do not tell.
+        """
+        return self._state.stored_as
+
+    @stored_as.setter
+    def stored_as(self, name: str) -> None:
+        self._state = self._state._replace(stored_as=name)
+
+    # -- computing
 
     @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
-        """Add text or token ids and compute them; returns the sequence itself.
+        """Append text or token ids and compute them; return the sequence itself.
 
         Special tokens in text are not parsed; an empty sequence gets the BOS that the file asks
         for. Use ``model.tokenizer.encode(text, parse_special=True)`` for the rest.
@@ -302,12 +150,25 @@ class Sequence(EditableText):
             CacheFull: not enough free cells; nothing has changed.
         """
         self._check_open()
-        self._compute(self._pending.appended(self.to_ids(prompt)))
+        self._compute(self._state.pending.appended(self.to_ids(prompt)))
         return self
 
     @synchronized
+    def push(self, token: int) -> None:
+        """Append one token as pending, not computed yet."""
+        self._check_open()
+        self._state = self._state._replace(pending=self._state.pending.appended([token]))
+
+    @synchronized
+    def compute_pending(self) -> None:
+        """Compute pending tokens, if there are any."""
+        self._check_open()
+        if self._state.pending.tokens:
+            self._compute(self._state.pending)
+
+    @synchronized
     def fork(self) -> Sequence:
-        """A new sequence that shares every cell with this one; no byte is copied.
+        """Make a new sequence that shares every cell with this one; no byte is copied.
 
         Raises:
             SequenceIdError: all ``n_seq_max`` ids are taken.
@@ -315,14 +176,11 @@ class Sequence(EditableText):
         self._check_open()
         child = self.context.sequence()
         try:
-            self._cached.share_with(child._cached)  # noqa: SLF001
+            self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
         except BaseException:
             child.close()
             raise
-        child._pending = self._pending  # noqa: SLF001  (of the same class)
-        child._logits, child._logits_end = self._logits, self._logits_end  # noqa: SLF001
-        child._inexact_from = self._inexact_from  # noqa: SLF001
-        child.stored_as = self.stored_as
+        child._state = self._state  # noqa: SLF001  (of the same class)
         return child
 
     def generate(
@@ -354,8 +212,8 @@ class Sequence(EditableText):
         which. Every token yielded is part of the sequence, also when the caller stops early.
 
         Args:
-            max_tokens: at most so many tokens; None: until a stop or a full cache.
-            stop: text, or several, at which to stop.
+            max_tokens: the most tokens to generate; None: until a stop or a full cache.
+            stop: one or several strings to stop at.
             shift: what to discard when no cell is free or the positions reach the context's size;
                 None: such a generation ends in CacheFull. Prompts are never shifted.
             options: how to sample; greedy when None.
@@ -367,6 +225,102 @@ class Sequence(EditableText):
         """
         self._check_open()
         return iter(Generation(self, max_tokens, stop, shift, options, sampling))
+
+    # -- edits
+
+    @synchronized
+    def trim(self: S, n_tokens: int) -> S:
+        """Drop the last ``n_tokens`` tokens; return the sequence itself.
+
+        Raises:
+            OptionError: it is negative or more than there are.
+        """
+        text = self._fetch()
+        size = len(text)
+        if n_tokens := check_range("n_tokens", n_tokens, 0, size):
+            self._state = text.keep(size - n_tokens)
+        return self
+
+    @synchronized
+    def remove(self: S, start: int, stop: int, *, gap: Gap = "close") -> S:
+        """Remove tokens ``[start, stop)``, counted as in ``tokens``; return the sequence itself.
+
+        Args:
+            start: the first token to remove.
+            stop: the first one behind it to keep.
+            gap: "close" moves what follows up, its K rotated; "keep" leaves positions as they are.
+                What cannot move, as behind a recurrent state, becomes pending and is recomputed.
+
+        Raises:
+            OptionError: a range outside the sequence, or one that would part grouped tokens.
+            CacheFull: cells that other sequences share have to be copied to move, and there is no
+                room for that. Nothing has changed.
+            NotSupported: a gap is to be kept in a recurrent sequence, or tokens would have to be
+                computed again that were decoded from embeddings.
+        """
+        text = self._fetch()
+        stop = check_range("stop", stop, 0, len(text))
+        start = check_range("start", start, 0, stop)
+        if gap not in ("close", "keep"):
+            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
+        if gap == "keep" and start < stop < len(text) and text.cache.has_states:
+            raise NotSupported(
+                'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
+                'other; use gap="close"'
+            )
+        self._state = text.remove(start, stop, gap)
+        return self
+
+    @synchronized
+    def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
+        """Discard tokens behind the first ``keep`` and move the rest up; return how many.
+
+        Both numbers are clamped as llama.cpp's server does (:class:`ContextShift`), so that at
+        least one computed token is discarded and one stays.
+
+        Raises:
+            OptionError: a negative number, or fewer than two tokens in the cache.
+            CacheFull, NotSupported: as :meth:`remove`; nothing has changed.
+        """
+        text = self._fetch()
+        start, stop = text.shift_span(ContextShift(keep, discard))
+        self._state = text.remove(start, stop, "close")
+        return stop - start
+
+    @synchronized
+    def make_room(self, shift: ContextShift) -> None:
+        """Shift the context until pending tokens fit, as :meth:`stream` does with ``shift``.
+
+        Raises:
+            CacheFull: a shift would free no cell, because others share them.
+        """
+        cache, seq_id = self.context.cache, self.seq_id
+        n_max = min(cache.spec.size, self.context.model.spec.n_ctx_train)
+        pending = self._state.pending
+        while len(pending) > cache.n_free() or pending.end(cache.seq_pos_max(seq_id) + 1) > n_max:
+            text = self._fetch()
+            if (span := text.span_to_discard(n_max, shift)) is None:
+                break
+            self._state = text.remove(*span, "close")
+            pending = self._state.pending
+
+    @synchronized
+    def self_extend(self: S, group: int, width: int) -> S:
+        """Share positions among tokens, so that more text fits what the model was trained for.
+
+        In every ``width`` positions, groups of ``group`` neighbours become one, as llama.cpp's
+        ``grp-attn-n`` and ``grp-attn-w`` do. Windows that are not full yet are left alone: call
+        it again as the text grows. Return the sequence itself.
+
+        Raises:
+            OptionError: a number below 1, or a width that is no multiple of group.
+            NotSupported: the model has states, or windows that slide.
+            ShiftUnsupported, CacheFull: positions cannot be moved; nothing has changed.
+        """
+        self._state = self._fetch().self_extend(group, width)
+        return self
+
+    # -- files
 
     @synchronized
     def save(
@@ -380,7 +334,7 @@ class Sequence(EditableText):
         compress: bool = False,
         checkpoints: bool = True,
     ) -> int:
-        """Write what was computed to a file (``docs/format.md``); returns its bytes.
+        """Write the sequence to a file (``docs/format.md``); return its bytes.
 
         The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
         process or another, with exactly the same logits.
@@ -399,9 +353,17 @@ class Sequence(EditableText):
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
-        self._check_open()
-        how = SaveOptions(type_k, type_v, compress, checkpoints)
-        return save_part(self, path, start, stop, how)
+        options, facts = SaveOptions(type_k, type_v, compress, checkpoints), self.context.facts
+        size = len(self)
+        stop = size if stop is None else check_range("stop", stop, 0, size)
+        start = check_range("start", start, 0, stop)
+        self.compute_pending()
+        if (start, stop) == (0, size):
+            snapshot = take_snapshot(facts, [self.seq_id], [self.saved_text()], options)
+        else:
+            text = self.saved_text()
+            snapshot = take_part(facts, self.seq_id, text, self.positions, start, stop, options)
+        return write_snapshot(path, snapshot, compress=compress)
 
     @synchronized
     def load(
@@ -413,15 +375,19 @@ class Sequence(EditableText):
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """Add what a file holds behind what the sequence has; returns the sequence itself.
+        """Append what a file holds to the sequence; return the sequence itself.
 
-        Arguments and errors are those of :meth:`Context.load`; files of llama.cpp only that takes.
-        Into a sequence that is not empty it needs a cache without states and windows, and
-        ``positions`` where the text would not follow on by itself. K and V are what they were:
-        they know nothing of what stands before.
+        Arguments and errors are those of :meth:`Context.load`, which alone takes llama.cpp's files.
+        A sequence that is not empty needs a cache without states and windows, and ``positions``
+        where the text would not follow on by itself. K and V stay as saved: they were computed
+        without what stands before.
         """
         self._check_open()
-        load_into(self, path, LoadOptions(start, stop, positions, convert))
+        self._check_open()
+        if is_llama_file(path):
+            raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
+        options = LoadOptions(start, stop, positions, convert)
+        self.context.put(prepare(self.context.facts, read_single(path), options), [self])
         return self
 
     def close(self) -> None:
@@ -435,49 +401,6 @@ class Sequence(EditableText):
         """Whether the sequence was closed."""
         return self._closed
 
-    # -- what saving and loading need
-
-    @synchronized
-    def compute_pending(self) -> None:
-        """Compute what waits, if anything does."""
-        self._check_open()
-        if self._pending:
-            self._compute(self._pending)
-
-    @synchronized
-    def saved_text(self) -> SavedText:
-        """What a snapshot has to know beside what the cache holds."""
-        held = self._cached
-        self._forget_old_logits()
-        return SavedText(
-            self._logits,
-            held.self_extended,
-            held.self_extended_end,
-            self._inexact_from,
-            self.stored_as,
-        )
-
-    def adopt(self, saved: SavedText, before: list[int]) -> None:
-        """Know what was saved, now that the cache holds it behind the tokens ``before``."""
-        held = self._cached
-        if saved.self_extended:
-            held.self_extended, held.self_extended_end = (
-                (*before, *saved.self_extended),
-                saved.self_extended_end,
-            )
-        if len(held) == len(before):
-            return  # nothing was added
-        self._know(None if before else saved.logits)
-        if before:
-            self._mark_inexact(len(before))
-        elif saved.inexact_from is not None:
-            self._mark_inexact(saved.inexact_from)
-
-    def remember(self) -> Undo:
-        """What puts the sequence back as it is now, its cells excepted."""
-        kept = {**vars(self), "_held": copy(self._cached)}
-        return partial(vars(self).update, kept)
-
     def __enter__(self) -> Sequence:
         return self
 
@@ -488,8 +411,34 @@ class Sequence(EditableText):
         state = "closed" if self._closed else f"{len(self)} tokens"
         return f"<Sequence {self.seq_id}: {state}>"
 
+    # -- former names, for one release
+
+    @property
+    def tainted(self) -> int | None:
+        """Deprecated name of :attr:`inexact_from`."""
+        _warn_renamed("tainted", "inexact_from")
+        return self.inexact_from
+
+    @property
+    def rounded(self) -> str:
+        """Deprecated name of :attr:`stored_as`."""
+        _warn_renamed("rounded", "stored_as")
+        return self.stored_as
+
+    @rounded.setter
+    def rounded(self, name: str) -> None:
+        _warn_renamed("rounded", "stored_as")
+        self.stored_as = name
+
+    def compute_waiting(self) -> None:
+        """Call :meth:`compute_pending`, by its deprecated name."""
+        _warn_renamed("compute_waiting", "compute_pending")
+        self.compute_pending()
+
+    # -- what contexts and prompt caches need
+
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
-        """The token ids that :meth:`append` would add."""
+        """Return the token ids that :meth:`append` would append."""
         if isinstance(prompt, str):
             is_first = len(self) == 0
             return self.context.model.tokenizer.encode(prompt, add_special=is_first)
@@ -497,31 +446,80 @@ class Sequence(EditableText):
             raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
         return list(prompt)
 
-    def _compute(self, pending: PendingTokens) -> None:
-        positions = pending.positions(self._cached.end) if pending.places else None
-        before, n_held = (self._pending, self._logits), len(self._cached)
-        self._pending, self._logits = PendingTokens(), None
+    @synchronized
+    def saved_text(self) -> SavedText:
+        """Return what a snapshot has to know beside what the cache holds."""
+        state = self._state
+        return SavedText(
+            self._known_logits(),
+            state.self_extended,
+            state.self_extended_end,
+            state.inexact_from,
+            state.stored_as,
+        )
+
+    def adopt(self, saved: SavedText, n_before: int) -> None:
+        """Take over what was saved, now that the cache has it behind ``n_before`` tokens."""
+        cache, seq_id, state = self.context.cache, self.seq_id, self._state
+        if saved.self_extended:
+            before = state.in_order(cache.seq_tokens(seq_id).tolist())[:n_before]
+            state = state._replace(
+                self_extended=(*before, *saved.self_extended),
+                self_extended_end=saved.self_extended_end,
+            )
+        state = state._replace(stored_as=saved.stored_as or state.stored_as)
+        if cache.seq_count(seq_id) > n_before:
+            logits, end = None if n_before else saved.logits, cache.seq_pos_max(seq_id) + 1
+            state = state._replace(logits=logits, logits_end=end)
+            if n_before:
+                state = state.inexact(n_before)
+            elif saved.inexact_from is not None:
+                state = state.inexact(saved.inexact_from)
+        self._state = state
+
+    def remember(self) -> Undo:
+        """Return what puts the sequence back as it is now, except for its cells."""
+        return partial(vars(self).update, dict(vars(self)))
+
+    # -- steps
+
+    def _fetch(self) -> CachedText:
+        self._check_open()
+        return CachedText(self.context.cache, self.seq_id, self._state)
+
+    def _compute(self, pending: PendingTokens) -> Float32Array:
+        """Decode pending tokens; return the logits behind them."""
+        cache, seq_id, before = self.context.cache, self.seq_id, self._state
+        end = cache.seq_pos_max(seq_id) + 1
+        positions = pending.positions(end) if pending.places else None
+        self._state = before._replace(pending=PendingTokens(), logits=None)
         try:
-            batch = Batch.of(pending.tokens, self.seq_id, positions, logits="last")
-            self._know(self.context.decode(batch)[-1])
+            batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
+            logits: Float32Array = self.context.decode(batch)[-1]
+            logits_end = cache.seq_pos_max(seq_id) + 1
+            self._state = self._state._replace(logits=logits, logits_end=logits_end)
         except BaseException:
-            # Ctrl-C may come after the cells were filled: a token must not wait as well.
-            if len(self._cached) == n_held:
-                self._pending, self._logits = before
+            # Ctrl-C may come after the cells were filled: a token must not be pending as well.
+            if cache.seq_pos_max(seq_id) + 1 == end:
+                self._state = before
             raise
+        return logits
 
-    def _know(self, logits: Float32Array | None) -> None:
-        """Have the logits behind what the cache holds now."""
-        self._logits, self._logits_end = logits, self._cached.end
+    def _known_logits(self) -> Float32Array | None:
+        """Return the logits behind the cached tokens, unless those have changed since."""
+        state = self._state
+        if (
+            state.logits is None
+            or state.logits_end == self.context.cache.seq_pos_max(self.seq_id) + 1
+        ):
+            return state.logits
+        return None
 
-    def _forget_old_logits(self) -> None:
-        """Someone may have decoded into our id, or removed what the logits follow."""
-        if self._logits_end != self._cached.end:
-            self._logits = None
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"sequence {self.seq_id} is closed")
 
-    def _compute_last_again(self) -> None:
-        """After an edit the last token's logits are gone: take it out and compute it once more."""
-        if ids := self._cached.tokens:
-            last = PendingTokens(ids[-1:], self._cached.positions[-1:].tolist())
-            self._pending = last.prepended(self._cached.go_back(len(ids) - 1))
-            self._compute(self._pending)
+
+def _warn_renamed(former: str, name: str) -> None:
+    what = f"Sequence.{former} is now Sequence.{name}; the former name goes with the next release"
+    warnings.warn(what, DeprecationWarning, stacklevel=3)

@@ -1,8 +1,8 @@
 """A hash of all that a model computes with, made once and kept beside its file.
 
 Metadata that change no logits (names, templates, tokens) do not count, and neither does the order
-of the tensors. What is kept is believed as long as the file has the size and the time of its last
-change that it had; where the directory cannot be written, it is kept among the user's caches.
+of the tensors. The kept hash is valid while the file has the same size and modification time; where
+the folder cannot be written, it is kept among the user's caches.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import get_ident
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvcellar.backends.base import ModelFile
+from kvcellar.errors import SnapshotFileError
+from kvcellar.snapshot.atomic import replacing
 
 SUFFIX = ".kvcellar.json"
 VERSION = 1
-"""Of what :func:`compute_hash` counts; another one makes what is kept void."""
+"""The version of :func:`compute_hash`; kept hashes of another one are ignored."""
 
 Stamp: TypeAlias = "Mapping[str, int] | None"
 """The size of a file and when it was changed; None: it cannot be told."""
 
 
 def file_stamp(path: str | Path) -> Stamp:
-    """That of a file, to be taken before it is opened."""
+    """Return the stamp of a file; take it before the file is opened."""
     try:
         status = Path(path).stat()
     except (OSError, ValueError):
@@ -38,12 +39,12 @@ def file_stamp(path: str | Path) -> Stamp:
 
 
 def weights_hash(file: ModelFile[Any], stamp: Stamp) -> str:
-    """The hash, 64 hexadecimal digits; of a file that is not known yet, all of it is read.
+    """Return the hash, 64 hexadecimal digits; a file that is new is read as a whole.
 
     Args:
         file: the file, open.
-        stamp: what it was when it was opened. If there is another one at its path by now, nothing
-            that is kept there belongs to this one.
+        stamp: that of the file when it was opened. If another file is at its path by now, what is
+            kept there is not about this one.
     """
     if stamp is None or file_stamp(file.path) != stamp:
         return compute_hash(file)
@@ -59,26 +60,21 @@ def weights_hash(file: ModelFile[Any], stamp: Stamp) -> str:
 
 
 def compute_hash(file: ModelFile[Any]) -> str:
-    """The hash, computed."""
+    """Compute the hash."""
     whole = hashlib.sha256()
     architecture = str(file.metadata.get("general.architecture", ""))
     for key in sorted(file.metadata):
         if key == "general.architecture" or key.startswith(f"{architecture}."):
-            whole.update(f"{key}={_plain(file.metadata[key])}\n".encode())
+            value = json.dumps(file.metadata[key], sort_keys=True, default=np.ndarray.tolist)
+            whole.update(f"{key}={value}\n".encode())
     for name, type_name, shape, data in file.tensors():
         whole.update(f"{name}:{type_name}:{list(shape)}:{data.nbytes}\n".encode())
         whole.update(data.data)
     return whole.hexdigest()
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return json.dumps(value, sort_keys=True)
-
-
 def _places(path: Path) -> Iterator[Path]:
-    """Where the hash of a file may be kept: beside it, else among the user's caches."""
+    """Yield where the hash of a file may be kept: beside it, else among the user's caches."""
     yield path.with_name(path.name + SUFFIX)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
@@ -99,14 +95,11 @@ def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
 
 
 def _keep(place: Path, what: Mapping[str, int | str]) -> bool:
-    """Keep it; False if that place cannot be written."""
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.{get_ident()}")
+    """Write what is kept; return False if that place cannot be written."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(what))
-        temporary.replace(place)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        with replacing(place) as beside:
+            beside.write_text(json.dumps(what))
+    except (OSError, SnapshotFileError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all."""
+"""Atomic writes: a file is written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ODD = {
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside the path, which takes its place, and is on the disk, at a good end.
+    """Yield an empty file beside the path; at a good end, sync it and move it to the path.
 
-    It gets the permissions of the file that it replaces. Of a link, what it points to is replaced.
+    It gets the permissions of the file that it replaces. For a link, its target is replaced.
 
     ::
 
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
             beside.write_bytes(data)
 
     Raises:
-        SnapshotFileError: it cannot be written, or what is there is no file; that is as it was.
+        SnapshotFileError: it cannot be written, or what is there is no file; that is unchanged.
     """
     target = Path(os.path.realpath(path))
     beside = target.parent / f".kvcellar-{secrets.token_hex(8)}"
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
         mode = stat.S_IMODE(beside.stat().st_mode) if old is None else old
         yield beside
         _sync(beside)
-        beside.chmod(mode)  # whoever writes may put another file in its place
+        beside.chmod(mode)  # the writer may have put another file in its place
         beside.replace(target)
     except OSError as error:
         raise SnapshotFileError(f"cannot write {path}: {error.strerror or error}") from error
@@ -52,7 +52,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of the file there, None if there is none; anything else is refused."""
+    """Return the permissions of the file there, None if there is none; refuse anything else."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

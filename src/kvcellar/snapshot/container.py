@@ -1,14 +1,11 @@
-"""Arrays and a description in a safetensors file or buffer, and proof that they are what was saved.
+"""Snapshots in safetensors files, and in the values of stores.
 
-safetensors says where arrays lie and checks that they lie within the file. Beyond that each array
-has a hash in the description, and the description has one itself: nothing is used that does not
-have it. The hashes find damage, not forgery.
+safetensors says where arrays are and checks that they are within the file. Beyond that each array
+has a hash in the description, and the description has one itself; nothing is used whose hash
+differs. Hashes find damage, not forgery.
 
-Arrays compressed with zstd, an optional extra.
-
-The bytes of numbers are sorted by significance first: exponents are alike, mantissas are not.
-
-Snapshots out of files and out of the values of stores.
+Arrays may be compressed with zstd, an optional extra. The bytes of numbers are sorted by
+significance first: exponents are alike, mantissas are not.
 """
 
 from __future__ import annotations
@@ -28,67 +25,9 @@ from safetensors.numpy import save, save_file
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays
+from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays, to_arrays
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
-
-LEVEL = 3
-MAX_RATIO = 1000
-"""Arrays that would become smaller than that are stored as they are: none unfolds to more."""
-
-
-def pack(array: AnyArray) -> tuple[AnyArray, dict[str, Any] | None]:
-    """Compressed bytes and how to undo it; the array itself and None if that gains nothing.
-
-    Raises:
-        LibraryError: the library is not installed.
-    """
-    library = _library()
-    planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T if array.size else array
-    packed = library.ZstdCompressor(level=LEVEL).compress(planes.tobytes())
-    if not array.nbytes // MAX_RATIO < len(packed) < array.nbytes:
-        return array, None
-    how = {"codec": "zstd", "dtype": array.dtype.str, "shape": list(array.shape)}
-    return np.frombuffer(packed, np.uint8), how
-
-
-def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
-    """The array that was packed; never more than ``MAX_RATIO`` times the bytes given.
-
-    Raises:
-        LibraryError: the library is not installed.
-        SnapshotFileError: this is not how we pack.
-    """
-    library = _library()
-    try:
-        dtype, shape = np.dtype(str(how["dtype"])), tuple(int(n) for n in how["shape"])
-        n_bytes = dtype.itemsize * prod(shape)
-        if how["codec"] != "zstd" or dtype.kind not in "uif" or min(shape, default=0) < 0:
-            raise ValueError(f"codec {how['codec']!r}, {dtype}, {shape}")
-        frame = packed.tobytes()
-        if n_bytes > MAX_RATIO * len(frame):
-            raise ValueError(f"{len(frame)} bytes would become {n_bytes}")
-        if library.frame_content_size(frame) != n_bytes:
-            raise ValueError(f"{library.frame_content_size(frame)} bytes for {n_bytes}")
-        data = library.ZstdDecompressor().decompress(frame)
-        planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
-        array: AnyArray = np.ascontiguousarray(planes.T).reshape(-1).view(dtype).reshape(shape)
-    except (ArithmeticError, LookupError, TypeError, ValueError, library.ZstdError) as error:
-        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
-    except MemoryError as error:
-        raise SnapshotFileError("there is no memory for a compressed array") from error
-    return array
-
-
-def _library() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise LibraryError(
-            'compressed snapshots need zstandard: pip install "kvcellar[zstd]"'
-        ) from error
-    return zstandard
-
 
 FORMAT = "kvcellar-snapshot"
 
@@ -100,12 +39,36 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "F32": np.float32,
 }
 
+LEVEL = 3
+MAX_RATIO = 1000
+"""The largest ratio of compression: arrays that would become smaller are stored as they are."""
 
-def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
-    """Write a file, whole or not at all; returns its bytes.
+
+def read_snapshot(path: str | Path) -> Snapshot:
+    """Read the snapshot in a file.
 
     Raises:
-        SnapshotFileError: it cannot be written; what was there is as it was.
+        SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
+        LibraryError: it is compressed by a library that is not installed.
+    """
+    return from_arrays(read_file(Path(path)))
+
+
+def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> int:
+    """Write a snapshot to a file; return its bytes. Raises as :func:`write_file` does."""
+    return write_file(Path(path), to_arrays(snapshot), compress=compress)
+
+
+def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
+    """Read the snapshot in a value of a store; raises as :func:`read_snapshot` does."""
+    return from_arrays(from_bytes(value))
+
+
+def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
+    """Write a file, whole or not at all; return its bytes.
+
+    Raises:
+        SnapshotFileError: it cannot be written; what was there is unchanged.
         LibraryError: compression needs a library that is not installed.
     """
     arrays, metadata = _finish(packed, compress)
@@ -135,7 +98,7 @@ def read_file(path: Path) -> SnapshotArrays:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description alone; its ``"arrays"`` lists the arrays, which are not read.
+    """Read the description alone; its ``"arrays"`` lists the arrays, which are not read.
 
     ``"version"`` and ``"kvcellar"`` say what wrote it.
 
@@ -149,7 +112,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def to_bytes(packed: SnapshotArrays, *, compress: bool) -> bytes:
-    """What a file would hold."""
+    """Return what a file would hold."""
     arrays, metadata = _finish(packed, compress)
     return bytes(save(arrays, metadata))
 
@@ -171,8 +134,6 @@ def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
 
     return _verified(header.get("__metadata__"), list(found), get)
 
-
-# -- steps
 
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
 
@@ -240,7 +201,7 @@ def _verified(
 
 
 def _hash(data: AnyArray | bytes) -> str:
-    """Of an array its type and shape count too."""
+    """Hash bytes, or an array with its type and shape."""
     if isinstance(data, bytes):
         return xxhash.xxh3_128_hexdigest(data)
     state = xxhash.xxh3_128(f"{data.dtype.str}{data.shape}".encode())
@@ -249,7 +210,7 @@ def _hash(data: AnyArray | bytes) -> str:
 
 
 def _dtype(name: str, dtype: str) -> type[np.generic]:
-    """The type of that name, if we write it; NumPy lacks some that safetensors has."""
+    """Return the NumPy type of that name, if it is one that snapshots have."""
     if dtype not in _DTYPES:
         raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")
     return _DTYPES[dtype]
@@ -257,7 +218,7 @@ def _dtype(name: str, dtype: str) -> type[np.generic]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file, for reading; what is wrong with it is said together with its name."""
+    """Open a file for reading; errors name it."""
     try:
         with safe_open(path, "numpy") as file:
             yield file
@@ -267,16 +228,57 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
 
 
-def read_snapshot(path: str | Path) -> Snapshot:
-    """The snapshot in a file.
+# -- compression
+
+
+def pack(array: AnyArray) -> tuple[AnyArray, dict[str, Any] | None]:
+    """Compress an array; return bytes and how to unpack them, or itself and None if that is larger.
 
     Raises:
-        SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
-        LibraryError: it is compressed by a library that is not installed.
+        LibraryError: the library is not installed.
     """
-    return from_arrays(read_file(Path(path)))
+    library = _library()
+    planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T if array.size else array
+    packed = library.ZstdCompressor(level=LEVEL).compress(planes.tobytes())
+    if not array.nbytes // MAX_RATIO < len(packed) < array.nbytes:
+        return array, None
+    how = {"codec": "zstd", "dtype": array.dtype.str, "shape": list(array.shape)}
+    return np.frombuffer(packed, np.uint8), how
 
 
-def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
-    """The snapshot in a value of a store; raises as :func:`read_snapshot` does."""
-    return from_arrays(from_bytes(value))
+def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
+    """Unpack an array, of at most ``MAX_RATIO`` times the bytes given.
+
+    Raises:
+        LibraryError: the library is not installed.
+        SnapshotFileError: this was not packed here.
+    """
+    library = _library()
+    try:
+        dtype, shape = np.dtype(str(how["dtype"])), tuple(int(n) for n in how["shape"])
+        n_bytes = dtype.itemsize * prod(shape)
+        if how["codec"] != "zstd" or dtype.kind not in "uif" or min(shape, default=0) < 0:
+            raise ValueError(f"codec {how['codec']!r}, {dtype}, {shape}")
+        frame = packed.tobytes()
+        if n_bytes > MAX_RATIO * len(frame):
+            raise ValueError(f"{len(frame)} bytes would become {n_bytes}")
+        if library.frame_content_size(frame) != n_bytes:
+            raise ValueError(f"{library.frame_content_size(frame)} bytes for {n_bytes}")
+        data = library.ZstdDecompressor().decompress(frame)
+        planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
+        array: AnyArray = np.ascontiguousarray(planes.T).reshape(-1).view(dtype).reshape(shape)
+    except (ArithmeticError, LookupError, TypeError, ValueError, library.ZstdError) as error:
+        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
+    except MemoryError as error:
+        raise SnapshotFileError("there is no memory for a compressed array") from error
+    return array
+
+
+def _library() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise LibraryError(
+            'compressed snapshots need zstandard: pip install "kvcellar[zstd]"'
+        ) from error
+    return zstandard

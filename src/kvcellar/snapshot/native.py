@@ -1,7 +1,7 @@
 """The native format: a snapshot as named arrays and a description; see ``docs/format.md``.
 
-Arrays have plain types and shapes, so that any reader of safetensors can look at them. What a
-reader cannot know from them is in the description, JSON, which also has a hash of every array.
+Arrays have plain types and shapes, so that any reader of safetensors can look at them. The rest is
+in the description, which is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcellar.cache.content import (
     WindowData,
 )
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.snapshot import Plain, SavedText, Snapshot, row_types
+from kvcellar.snapshot.snapshot import Json, SavedText, Snapshot, row_types
 from kvcellar.types import AnyArray, ByteArray, KVType
 
 VERSION = 1
@@ -31,33 +31,33 @@ _DTYPES: Mapping[KVType, str] = {KVType.F32: "<f4", KVType.F16: "<f2"}
 
 
 class SnapshotArrays(NamedTuple):
-    """What a snapshot is in a file: arrays by name, and what they mean."""
+    """A snapshot as a file has it: arrays by name, and what they mean."""
 
     arrays: Arrays
-    description: dict[str, Plain]
+    description: dict[str, Json]
 
 
 def to_arrays(snapshot: Snapshot) -> SnapshotArrays:
-    """A snapshot as arrays and a description; arrays are views where they can be."""
+    """Turn a snapshot into arrays and a description; arrays are views where they can be."""
     content, arrays = snapshot.content, Arrays()
-    groups: list[Plain] = []
+    groups: list[Json] = []
     kinds = row_types(snapshot.fingerprint)
     for g, (group, kind) in enumerate(zip(content.groups, kinds, strict=True)):
         arrays.update(_of_group(f"group.{g}", group, kind))
-        owners: list[Plain] = [list(one.owners) for one in group.checkpoints]
+        owners: list[Json] = [list(one.owners) for one in group.checkpoints]
         groups.append({"checkpoints": owners})
-    states: list[Plain] | None = None
+    states: list[Json] | None = None
     if content.states is not None:
         arrays["states"] = content.states.states
         states = [_of_held(f"state.{i}", h, arrays) for i, h in enumerate(content.states.held)]
-    texts: list[Plain] = []
+    texts: list[Json] = []
     for i, text in enumerate(snapshot.texts):
         if text.logits is not None:
             arrays[f"sequence.{i}.logits"] = text.logits
-        self_extended: list[Plain] = list(text.self_extended)
-        known: dict[str, Plain] = {"grouped": self_extended, "grouped_end": text.self_extended_end}
+        self_extended: list[Json] = list(text.self_extended)
+        known: dict[str, Json] = {"grouped": self_extended, "grouped_end": text.self_extended_end}
         texts.append({**known, "tainted": text.inexact_from, "rounded": text.stored_as})
-    description: dict[str, Plain] = {
+    description: dict[str, Json] = {
         "fingerprint": dict(snapshot.fingerprint),
         "n_seqs": content.n_seqs,
         "start": content.start,
@@ -70,7 +70,7 @@ def to_arrays(snapshot: Snapshot) -> SnapshotArrays:
 
 
 def from_arrays(packed: SnapshotArrays) -> Snapshot:
-    """The snapshot that was described.
+    """Turn arrays and a description into the snapshot.
 
     Raises:
         SnapshotFileError: an array or a field is missing or of another kind.
@@ -169,7 +169,7 @@ def _to_rows(name: str, arrays: Arrays, n_layers: int) -> RowBytes:
 
 
 def _typed(rows: ByteArray, kind: KVType) -> AnyArray:
-    """Rows as numbers where a plain type has them, else as bytes."""
+    """View rows as numbers where NumPy has their type, else as bytes."""
     dtype = _DTYPES.get(kind)
     return rows if dtype is None else np.ascontiguousarray(rows).view(dtype)
 
@@ -185,11 +185,11 @@ def _raw(rows: AnyArray | None, n: int) -> ByteArray:
 # -- states
 
 
-def _of_held(name: str, held: SequenceStateData | None, arrays: Arrays) -> Plain:
+def _of_held(name: str, held: SequenceStateData | None, arrays: Arrays) -> Json:
     if held is None:
         return None
     arrays[f"{name}.positions"], arrays[f"{name}.tokens"] = held.positions, held.tokens
-    checkpoints: list[Plain] = [list(pair) for pair in held.checkpoints]
+    checkpoints: list[Json] = [list(pair) for pair in held.checkpoints]
     return {"state": held.state, "checkpoints": checkpoints}
 
 

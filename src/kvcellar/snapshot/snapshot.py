@@ -1,11 +1,8 @@
-"""A snapshot as a value: what sequences hold, what they are, and of which model.
+"""A snapshot as a value: the content of sequences, what else is known of them, and of which model.
 
-What has to be equal for K, V and states of one context to mean the same in another.
-
-A nested mapping of plain values, so that it can be written down, compared field by field, and
-hashed the same way everywhere.
-
-Snapshots whose K and V are stored in other types than they were.
+Its fingerprint is what has to be equal for K, V and states of one context to mean the same in
+another: JSON values, so that it can be written down, compared field by field, and hashed the same
+way everywhere. Some fields only say how rows are stored; rows can be converted to other types.
 """
 
 from __future__ import annotations
@@ -20,10 +17,67 @@ from kvcellar.cache.content import CellData, RowBytes, SequenceData
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, KVType, MemorySpec, RowFormat
 
-Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """The content of one or several sequences.
+
+    Attributes:
+        fingerprint: of the context that they were in, and how rows are stored here.
+        content: what the cache had.
+        texts: what else is known, sequence by sequence.
+        note: free text from the writer, for people.
+    """
+
+    fingerprint: Mapping[str, Json]
+    content: SequenceData
+    texts: tuple[SavedText, ...]
+    note: Mapping[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedText:
+    """What is known of a sequence beside what the cache has.
+
+    Attributes:
+        logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.
+        self_extended: the first tokens in the order of the text, where positions were divided.
+        self_extended_end: the position that they end before.
+        inexact_from: the first token whose K and V are not what a fresh decode of the text would
+            give, because something before it was removed or stands elsewhere; None: there is none.
+        stored_as: the digest of a fingerprint in whose types K and V once were, if that was not
+            how they are stored here; else "".
+    """
+
+    logits: Float32Array | None = None
+    self_extended: tuple[int, ...] = ()
+    self_extended_end: int = 0
+    inexact_from: int | None = None
+    stored_as: str = ""
+
+    def part(self, start: int, stop: int, size: int, end: int) -> SavedText:
+        """Return what is known of tokens ``[start, stop)`` by themselves.
+
+        Args:
+            start: the first of them.
+            stop: the first one behind them.
+            size: how many tokens there are in all.
+            end: the position behind their last one.
+        """
+        first = 0 if start else self.inexact_from  # what stood before is missing
+        return SavedText(
+            self.logits if stop == size > start else None,
+            self.self_extended[start:stop],
+            min(self.self_extended_end, end),
+            first if start < stop and first is not None and first < stop else None,
+            self.stored_as,
+        )
+
 
 ROW_TYPES = ("type_k", "type_v", "hadamard_k", "hadamard_v")
-"""Fields of a group that say how rows are stored, and nothing about what they mean."""
+"""Fields of a group that say how rows are stored, not what they mean."""
 
 _HINTS: Mapping[str, str] = {
     "weights": "it was computed by another model, or by another quantisation of it",
@@ -33,16 +87,16 @@ _HINTS: Mapping[str, str] = {
 }
 
 
-def fingerprint(architecture: str, weights: str, spec: MemorySpec) -> dict[str, Plain]:
-    """The fingerprint of a context.
+def fingerprint(architecture: str, weights: str, spec: MemorySpec) -> dict[str, Json]:
+    """Return the fingerprint of a context.
 
     Args:
         architecture: as the model file names it.
         weights: a hash of all that the model computes with.
-        spec: what it keeps; sizes and numbers of sequences do not count.
+        spec: the shape of its memory; sizes and numbers of sequences do not count.
     """
-    states: list[Plain] = [] if spec.states is None else [asdict(s) for s in spec.states.layers]
-    groups: list[Plain] = [_group(group) for group in spec.groups]
+    states: list[Json] = [] if spec.states is None else [asdict(s) for s in spec.states.layers]
+    groups: list[Json] = [_group(group) for group in spec.groups]
     return {
         "architecture": architecture,
         "weights": weights,
@@ -52,18 +106,20 @@ def fingerprint(architecture: str, weights: str, spec: MemorySpec) -> dict[str, 
 
 
 def check_same(
-    stored: Mapping[str, Plain], wanted: Mapping[str, Plain], *, row_types: bool = True
+    stored: Mapping[str, Json], wanted: Mapping[str, Json], *, row_types: bool = True
 ) -> None:
-    """See that two fingerprints are equal.
+    """Check that two fingerprints are equal.
 
     Args:
         stored: that of a snapshot.
         wanted: that of a context.
-        row_types: whether K and V have to be stored alike.
+        row_types: whether K and V have to be stored in the same types.
 
     Raises:
-        SnapshotMismatch: they are not; names a field that differs, the most telling one.
+        SnapshotMismatch: they are not; names the field that says most.
     """
+    if stored == wanted and digest(stored) == digest(wanted):  # 1 equals True, but not as JSON
+        return
     found = [(_name(one[0]), *one) for one in _differences(dict(stored), dict(wanted), "")]
     # The weights' hash has all settings of a model in it, so one of these says more.
     found.sort(key=lambda one: 2 if one[0] in ROW_TYPES else int(one[0] == "weights"))
@@ -74,14 +130,14 @@ def check_same(
             raise SnapshotMismatch(path, _short(a), _short(b), hint)
 
 
-def digest(print_: Mapping[str, Plain]) -> str:
-    """A hash of a fingerprint, 64 hexadecimal digits, equal on every machine."""
+def digest(print_: Mapping[str, Json]) -> str:
+    """Hash a fingerprint to 64 hexadecimal digits, equal on every machine."""
     text = json.dumps(print_, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def row_types(print_: Mapping[str, Plain]) -> list[tuple[KVType, KVType]]:
-    """The types of K and of V in each group.
+def row_types(print_: Mapping[str, Json]) -> list[tuple[KVType, KVType]]:
+    """Return the types of K and V, group by group.
 
     Raises:
         SnapshotFileError: the fingerprint does not say.
@@ -93,13 +149,13 @@ def row_types(print_: Mapping[str, Plain]) -> list[tuple[KVType, KVType]]:
         raise SnapshotFileError(f"the snapshot's fingerprint is damaged: {error}") from None
 
 
-def with_row_types(print_: Mapping[str, Plain], specs: list[CacheSpec]) -> dict[str, Plain]:
-    """The fingerprint with rows stored as caches of these shapes would."""
+def with_row_types(print_: Mapping[str, Json], specs: list[CacheSpec]) -> dict[str, Json]:
+    """Return the fingerprint with rows stored as caches of these shapes do."""
     return {**print_, "groups": [_group(spec) for spec in specs]}
 
 
-def _group(spec: CacheSpec) -> dict[str, Plain]:
-    layers: list[Plain] = [json.loads(json.dumps(asdict(layer))) for layer in spec.layers]
+def _group(spec: CacheSpec) -> dict[str, Json]:
+    layers: list[Json] = [json.loads(json.dumps(asdict(layer))) for layer in spec.layers]
     numbers = range(len(spec.layers))
     return {
         "type_k": spec.type_k.label,
@@ -111,12 +167,12 @@ def _group(spec: CacheSpec) -> dict[str, Plain]:
 
 
 def _name(path: str) -> str:
-    """The last field of a path."""
+    """Return the last field of a path."""
     return path.rpartition(".")[2].partition("[")[0]
 
 
-def _differences(a: Plain, b: Plain, path: str) -> Iterator[tuple[str, Plain, Plain]]:
-    """Where two values differ: paths like ``groups[0].layers[3].rope.freq_base``."""
+def _differences(a: Json, b: Json, path: str) -> Iterator[tuple[str, Json, Json]]:
+    """Yield where two values differ: paths like ``groups[0].layers[3].rope.freq_base``."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*b, *(key for key in a if key not in b)]:
             at = f"{path}.{key}" if path else key
@@ -128,7 +184,7 @@ def _differences(a: Plain, b: Plain, path: str) -> Iterator[tuple[str, Plain, Pl
         yield path, a, b
 
 
-def _short(value: Plain) -> Plain:
+def _short(value: Json) -> Json:
     text = str(value)
     if isinstance(value, list):
         return f"{len(value)} entries"
@@ -136,11 +192,11 @@ def _short(value: Plain) -> Plain:
 
 
 Convert: TypeAlias = Callable[[ByteArray, RowFormat, RowFormat], ByteArray]
-"""Rows stored in a format, and the format that they are wanted in."""
+"""Converts rows from one format to another."""
 
 
 def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) -> Snapshot:
-    """The snapshot as caches of these shapes would store it; itself if they store it alike.
+    """Convert a snapshot to how caches of these shapes store rows; return itself if they agree.
 
     Raises:
         SnapshotFileError: its rows are not what it says they are.
@@ -170,7 +226,7 @@ Formats = tuple[tuple[RowFormat, ...], tuple[RowFormat, ...]]
 
 
 def _formats(print_: Mapping[str, Any]) -> list[Formats]:
-    """How K and V of each layer of each group are stored."""
+    """Return the formats of K and V, group by group and layer by layer."""
     found = []
     for group, (k, v) in zip(print_["groups"], row_types(print_), strict=True):
         sizes = [group.get(name) for name in ("hadamard_k", "hadamard_v")]
@@ -184,26 +240,18 @@ def _formats(print_: Mapping[str, Any]) -> list[Formats]:
 
 
 def _is_size(size: object) -> bool:
-    """Whether there is a transform of that size: a power of two, or 0 for none."""
+    """Return whether a transform can have that size: a power of two, or 0 for none."""
     return isinstance(size, int) and 0 <= size == size & -size
 
 
 def _converted(group: CellData, old: Formats, new: Formats, convert: Convert) -> CellData:
     def change(rows: RowBytes) -> RowBytes:
-        k = _layers(rows.k, old[0], new[0], convert)
-        return RowBytes(k, _layers(rows.v, old[1], new[1], convert))
+        k = tuple(_rows(*one, convert) for one in zip(rows.k, old[0], new[0], strict=True))
+        v = tuple(_rows(*one, convert) for one in zip(rows.v, old[1], new[1], strict=True))
+        return RowBytes(k, v)
 
     checkpoints = tuple(replace(one, rows=change(one.rows)) for one in group.checkpoints)
     return replace(group, rows=change(group.rows), checkpoints=checkpoints)
-
-
-def _layers(
-    layers: Sequence[ByteArray],
-    old: Sequence[RowFormat],
-    new: Sequence[RowFormat],
-    convert: Convert,
-) -> tuple[ByteArray, ...]:
-    return tuple(_rows(*one, convert) for one in zip(layers, old, new, strict=True))
 
 
 def _rows(rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert) -> ByteArray:
@@ -214,65 +262,3 @@ def _rows(rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert) -> 
         what = f"rows of {rows.shape[1]} bytes cannot be {src}"
         raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
     return convert(rows, src, dst)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedText:
-    """What is known of a sequence beside what the cache holds.
-
-    Attributes:
-        logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.
-        grouped: the first tokens in the order of the text, where positions were divided.
-        grouped_end: the position that they end before.
-        tainted: the first token whose K and V are not what a fresh decode of the text would give,
-            because something before it was removed or is elsewhere; None: there is none.
-        rounded: the digest of a fingerprint in whose types K and V once were, if that was not how
-            they are stored here; else "".
-    """
-
-    logits: Float32Array | None = None
-    self_extended: tuple[int, ...] = ()
-    self_extended_end: int = 0
-    inexact_from: int | None = None
-    stored_as: str = ""
-
-    def part(self, start: int, stop: int, size: int, end: int) -> SavedText:
-        """What is known of tokens ``[start, stop)`` by themselves.
-
-        Args:
-            start: the first of them.
-            stop: the first one behind them.
-            size: how many tokens there are in all.
-            end: the position behind their last one.
-        """
-        inexact_from = (
-            self.inexact_from
-            if self.inexact_from is not None and self.inexact_from < stop
-            else None
-        )
-        if start:
-            inexact_from = 0  # what stood before is missing
-        return SavedText(
-            self.logits if stop == size > start else None,
-            self.self_extended[start:stop],
-            min(self.self_extended_end, end),
-            None if start == stop else inexact_from,
-            self.stored_as,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """What one or several sequences held.
-
-    Attributes:
-        fingerprint: of the context that they were in, and how rows are stored here.
-        content: what the cache held.
-        texts: what else is known of each of them.
-        note: whatever whoever saved it wanted to say, for people.
-    """
-
-    fingerprint: Mapping[str, Plain]
-    content: SequenceData
-    texts: tuple[SavedText, ...]
-    note: Mapping[str, str | int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.errors import KVCellarError
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.models.registry import load_architecture
 from kvcellar.testing.gguf_writer import RawTensor, Tensor, gguf_bytes
 from kvcellar.testing.plans import causal_plan
@@ -99,7 +99,7 @@ def attempt(path: Path, backend: GgmlBackend) -> str:
     return "decoded"
 
 
-def _decode(backend: GgmlBackend, model: Architecture[int]) -> None:
+def _decode(backend: GgmlBackend, model: Decoder[int]) -> None:
     store = GgmlStore(CacheSpec(256, 1, model.spec.attention_layers))
     executor = GgmlExecutor(backend, GgmlMemory.single(store), model.forward)
     executor.run(causal_plan([0] * 3))

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from kvcellar.backends.numpy.ops import NumpyOps, attend, f32
-from kvcellar.models.base import Architecture
+from kvcellar.models.blocks import Decoder
 from kvcellar.testing.plans import causal_plan
 from kvcellar.types import Float32Array, LayerMemory, MemorySpec
 
@@ -80,6 +80,6 @@ class UncachedOps(NumpyOps):
         return f32(out)
 
 
-def uncached_logits(model: Architecture[Float32Array], tokens: Sequence[int]) -> Float32Array:
+def uncached_logits(model: Decoder[Float32Array], tokens: Sequence[int]) -> Float32Array:
     """Logits of every token of a text, ``[n, n_vocab]``, by a NumPy model's forward pass."""
     return model.forward(UncachedOps(tokens, model.spec.layers))

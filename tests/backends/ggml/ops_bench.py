@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.store import to_rows

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvcellar.backends.ggml.gguf import GgufFile, read_metadata, stored_shape
+from kvcellar.backends.ggml.gguf import GgufFile, stored_shape
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, gguf_bytes, write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
@@ -169,12 +169,7 @@ def test_text_that_is_not_utf8_is_kept_readable(tmp_path: Path) -> None:
     data = gguf_bytes({"general.name": "abc"}, {})
     path = tmp_path / "x.gguf"
     path.write_bytes(data.replace(b"abc", b"\xff\xfec"))
-    assert read_metadata(path)["general.name"] == "\ufffd\ufffdc"
-
-
-def test_metadata_can_be_read_alone(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "x.gguf", {"a.b": 7}, {})
-    assert read_metadata(path) == {"a.b": 7}
+    assert GgufFile(path).metadata["general.name"] == "\ufffd\ufffdc"
 
 
 def test_an_error_leaves_no_open_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.jit.attention_item import TYPES
+from kvcellar.backends.ggml.jit.attention_shape import TYPES
 from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.backends.operations import Ops
 from kvcellar.plan import CellLists, CellPlan

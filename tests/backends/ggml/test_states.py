@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvcellar.backends.ggml.binding import array_at, tensor_at
 from kvcellar.backends.ggml.buffers import HostBufferType
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.states import GgmlStateStore
 from kvcellar.errors import AllocationError

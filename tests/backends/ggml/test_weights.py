@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, tensor_at
+from kvcellar.backends.ggml.binding import tensor_at
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.testing.gguf_writer import RawTensor, gguf_bytes, write_gguf
 

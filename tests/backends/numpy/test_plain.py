@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from kvcellar.backends.numpy.ops import PlainOps
+from kvcellar.backends.numpy.ops import NumpyOps
+from kvcellar.testing.plans import causal_plan
 from kvcellar.testing.rotation import random_rows
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, MemorySpec
 
-OPS = PlainOps()
+OPS = NumpyOps(causal_plan([0]), MemorySpec((), None, ()), ())
 ROWS = random_rows(3, 8)
 WEIGHT, BIAS = random_rows(2, 8, 1)
 WIDE = np.array([-1e4, -30.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 30.0, 1e4], np.float32)

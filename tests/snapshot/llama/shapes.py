@@ -17,7 +17,7 @@ from kvcellar.cache.content import (
     trimmed,
 )
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import Generation, Kind, LlamaFile
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind, LlamaFile
 from kvcellar.snapshot.llama.to_content import check_finite
 from kvcellar.snapshot.llama.writer import file_pieces
 from kvcellar.types import (
@@ -114,7 +114,7 @@ def file_of(
     content: SequenceData,
     spec: MemorySpec,
     kind: Kind = "sequence",
-    generation: Generation = "2026-10",
+    generation: FileGeneration = "2026-10",
     v_trans: bool = False,
 ) -> LlamaFile:
     """A file of a content, whose head lists the tokens of the first sequence."""

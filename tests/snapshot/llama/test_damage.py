@@ -19,13 +19,13 @@ from kvcellar.backends.numpy.store import NumpyStore
 from kvcellar.cache import AttentionCache
 from kvcellar.cache.transfer import state_set
 from kvcellar.errors import KVCellarError, NotSupported, SnapshotError
-from kvcellar.snapshot.llama.layout import Generation, Kind
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.types import MemorySpec
 from tests.snapshot.llama.shapes import ARCH, N_VOCAB, SPECS, bytes_of, content_of, file_of
 
-CASES: list[tuple[str, Kind, Generation, bool]] = [
+CASES: list[tuple[str, Kind, FileGeneration, bool]] = [
     ("plain", "sequence", "2025-01", False),
     ("plain", "session", "2025-01", True),
     ("plain", "session", "2026-10", False),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import NotSupported, OptionError, SnapshotFileError, SnapshotMismatch
-from kvcellar.snapshot.llama.layout import Block, Generation, LlamaFile, Stream
+from kvcellar.snapshot.llama.layout import FileGeneration, LayerRows, LlamaFile, Stream
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.types import KVType, LayerPlace, LayerSpec, MemorySpec, RopeSpec
@@ -32,7 +32,7 @@ HADAMARD = LayerSpec(n_head_kv=1, head_dim_k=64, head_dim_v=64)
 LATENT = LayerSpec(n_head_kv=1, head_dim_k=96, head_dim_v=64, v_offset=32)
 
 
-def written(spec: MemorySpec, generation: Generation = "2026-10") -> LlamaFile:
+def written(spec: MemorySpec, generation: FileGeneration = "2026-10") -> LlamaFile:
     """A session of two sequences."""
     return file_of(content_of(spec, 3, [2, 4]), spec, "session", generation)
 
@@ -99,7 +99,7 @@ def test_what_is_not_finite(part: str, kind: KVType, bits: int) -> None:
         blocks = list(getattr(stream, part))
         rows = blocks[1].rows.copy()
         rows[2, -kind.block_bytes :] = raw
-        blocks[1] = Block(kind, rows)
+        blocks[1] = LayerRows(kind, rows)
         k, v = (blocks, stream.v) if part == "k" else (stream.k, blocks)
         return replace(stream, k=tuple(k), v=tuple(v))
 
@@ -119,7 +119,7 @@ def test_a_scale_that_is_not_finite(kind: KVType) -> None:
         def spoil(stream: Stream, at: int = 2 * i) -> Stream:
             rows = stream.v[0].rows.copy()
             rows[1, kind.block_bytes + at : kind.block_bytes + at + 2] = (0, 0x7C)
-            return replace(stream, v=(Block(kind, rows), *stream.v[1:]))
+            return replace(stream, v=(LayerRows(kind, rows), *stream.v[1:]))
 
         with pytest.raises(SnapshotFileError, match="V rows are not finite"):
             to_content(with_stream(sound, spoil), spec, ARCH, N_VOCAB)
@@ -130,7 +130,7 @@ def test_a_state_that_is_not_finite() -> None:
     file = file_of(content_of(spec, 0, [3]), spec)
     assert file.states is not None
     nan = np.array([[1, np.nan]], np.float32).view(np.uint8)
-    states = replace(file.states, ssm=(Block(KVType.F32, nan), *file.states.ssm[1:]))
+    states = replace(file.states, ssm=(LayerRows(KVType.F32, nan), *file.states.ssm[1:]))
     with pytest.raises(SnapshotFileError, match="states are not finite"):
         to_content(replace(file, states=states), spec, ARCH, N_VOCAB)
 
@@ -266,5 +266,5 @@ def test_what_cannot_be_written() -> None:
     with pytest.raises(OptionError, match="begins at position 1"):
         file_of(replace(content, start=1), PLAIN, "session")
     quantised = plain(WIDE, type_v=KVType.Q8_0)
-    with pytest.raises(OptionError, match="q8_0 cannot lie across"):
+    with pytest.raises(OptionError, match="q8_0 cannot be transposed"):
         file_of(content_of(quantised, 0, [2]), quantised, v_trans=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcellar.cache.content import CellData, SequenceData
 from kvcellar.cache.content_checks import check_content
-from kvcellar.snapshot.llama.layout import Generation, Kind
+from kvcellar.snapshot.llama.layout import FileGeneration, Kind
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.types import Int32Array, MemorySpec
@@ -32,7 +32,7 @@ CASES = [(name, "2026-10") for name in SPECS] + [(name, "2025-01") for name in O
 
 
 def again(
-    content: SequenceData, spec: MemorySpec, kind: Kind, generation: Generation, v_trans: bool
+    content: SequenceData, spec: MemorySpec, kind: Kind, generation: FileGeneration, v_trans: bool
 ) -> SequenceData:
     """A content after it was written and read; every byte of the file is accounted for."""
     data = bytes_of(file_of(content, spec, kind, generation, v_trans), spec)
@@ -83,7 +83,9 @@ def assert_same_cells(got: CellData, wanted: CellData) -> None:
 @pytest.mark.parametrize(("name", "generation"), CASES)
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 9), v_trans=st.booleans(), seed=st.integers(0, 99))
-def test_a_sequence(name: str, generation: Generation, n: int, v_trans: bool, seed: int) -> None:
+def test_a_sequence(
+    name: str, generation: FileGeneration, n: int, v_trans: bool, seed: int
+) -> None:
     spec = SPECS[name]
     content = content_of(spec, 0, [n], seed)
     across = v_trans and name != "quantised"
@@ -98,7 +100,7 @@ def test_a_sequence(name: str, generation: Generation, n: int, v_trans: bool, se
     seed=st.integers(0, 99),
 )
 def test_a_session(
-    name: str, generation: Generation, n_shared: int, n_own: list[int], seed: int
+    name: str, generation: FileGeneration, n_shared: int, n_own: list[int], seed: int
 ) -> None:
     spec = SPECS[name]
     content = content_of(spec, n_shared, n_own, seed)
@@ -106,7 +108,7 @@ def test_a_session(
 
 
 @pytest.mark.parametrize(("name", "generation"), CASES)
-def test_an_empty_sequence(name: str, generation: Generation) -> None:
+def test_an_empty_sequence(name: str, generation: FileGeneration) -> None:
     spec = SPECS[name]
     content = content_of(spec, 0, [0])
     restored = again(content, spec, "sequence", generation, False)

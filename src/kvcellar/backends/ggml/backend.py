@@ -3,9 +3,8 @@
 One thread pool lives as long as the backend, so that a token costs no thread creation. The
 contexts of one model share it, with its scratch memory: graphs are computed one after the other.
 
-Threads do not survive a fork, nor does anybody release a lock that one of them held. So a process
-that was forked starts threads of its own when it first computes, takes turns under a lock of its
-own, and never touches those of its parent again.
+Threads do not survive a fork, and a lock that one of them held stays locked. So a forked process
+starts its own threads when it first computes, has its own lock, and never touches its parent's.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class GgmlBackend:
         self.n_threads = check_threads(n_threads) or default_threads()
         self.library: Library = load()
         self.api = self.library.api
-        self._turns: dict[int, threading.Lock] = {}  # of each process
+        self._locks: dict[int, threading.Lock] = {}  # by process
         self._start()
 
     def _start(self) -> None:
-        """Have threads in this process."""
+        """Start threads in this process."""
         handle = self.api.ggml_backend_cpu_init()
         if not handle:
             raise LibraryError("ggml's CPU backend does not start on this processor")
@@ -65,7 +64,7 @@ class GgmlBackend:
             ComputeError: ggml reports a failure or an abort.
         """
         process = os.getpid()
-        with self._turns.setdefault(process, threading.Lock()):
+        with self._locks.setdefault(process, threading.Lock()):
             if self._handle is None:
                 raise ClosedError("the backend is closed")
             if self._process != process:

@@ -1,6 +1,6 @@
-"""The part of ggml's C interface that kvcellar calls, declared for ctypes.
+"""The part of ggml's C interface that kvcellar calls, declared for ctypes; views of its memory.
 
-Only declarations live here. ggml aborts the process on bad arguments, so callers check first.
+ggml aborts the process on bad arguments, so callers check first.
 Sources: ggml.h, ggml-alloc.h, ggml-backend.h, ggml-cpu.h and gguf.h of ggml 0.20.
 """
 
@@ -10,6 +10,9 @@ import ctypes as c
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 MAX_DIMS = 4
 MAX_SRC = 10
@@ -61,6 +64,19 @@ class Tensor(c.Structure):
         ("extra", c.c_void_p),
         ("padding", c.c_char * 8),
     )
+
+
+tensor_at = Tensor.from_address
+"""The C structure of the tensor at an address."""
+
+
+def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A writable view of C memory; the caller keeps the memory alive."""
+    wanted = np.dtype(dtype)
+    n_bytes = wanted.itemsize * int(np.prod(shape, dtype=np.int64))
+    raw = (c.c_uint8 * n_bytes).from_address(address)
+    view: npt.NDArray[Any] = np.frombuffer(memoryview(raw), dtype=wanted).reshape(shape)
+    return view
 
 
 class ThreadpoolParams(c.Structure):

@@ -4,15 +4,13 @@ A layer's tensors lie in the buffer type of the device that runs it, or in the h
 are not offloaded (:func:`layer_buffer_types`). ggml's prebuilt libraries know one such type, the
 host's memory; what is done with several is the same.
 
+K is stored a row a cell. V is too with flash attention, else it is transposed (a row a channel), so
+that weights x V is a plain product. Both give the same bytes for the same cells.
+
 1. Buffers are zero, so that padding never holds a NaN. They take no room until they are written:
    a context for long texts costs what is in it.
 2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
 3. Sizes are logged.
-
-Where a cell's row lies in a buffer: side by side (a row a cell) or across (a row a channel).
-
-Both give the same bytes for the same cells; only V without flash attention lies across, so that
-weights × V is a plain product.
 """
 
 from __future__ import annotations
@@ -25,168 +23,15 @@ from typing import Protocol
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import ZeroedMemory, check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError
 from kvcellar.types import AnyArray, ByteArray, CacheSpec, Int64Array
 
-
-class CellRows(Protocol):
-    """Rows by cell, as raw bytes ``[n, row_bytes]``."""
-
-    def get(self, cells: Int64Array) -> ByteArray:
-        """A copy of the rows of cells."""
-
-    def put(self, cells: Int64Array, rows: ByteArray) -> None:
-        """Overwrite the rows of cells."""
-
-    def wipe(self, cells: Int64Array) -> None:
-        """Zero the rows of cells."""
-
-
-class NoRows:
-    """What a layer has whose V is part of its K: rows of no bytes."""
-
-    def get(self, cells: Int64Array) -> ByteArray:
-        """Rows of no bytes."""
-        return np.empty((len(cells), 0), np.uint8)
-
-    def put(self, cells: Int64Array, rows: ByteArray) -> None:
-        """Nothing to do."""
-
-    def wipe(self, cells: Int64Array) -> None:
-        """Nothing to do."""
-
-
-class RowMajor:
-    """A tensor ``[size, width]``: a row a cell."""
-
-    def __init__(self, tensor: int) -> None:
-        struct = tensor_at(tensor)
-        self._bytes: ByteArray = array_at(struct.data, np.uint8, (struct.ne[1], struct.nb[1]))
-
-    def get(self, cells: Int64Array) -> ByteArray:
-        """A copy of the rows of cells."""
-        return self._bytes[cells]
-
-    def put(self, cells: Int64Array, rows: ByteArray) -> None:
-        """Overwrite the rows of cells."""
-        self._bytes[cells] = rows
-
-    def wipe(self, cells: Int64Array) -> None:
-        """Zero the rows of cells."""
-        self._bytes[cells] = 0
-
-
-class ChannelMajor:
-    """A tensor ``[width, size]``: a row a channel, a column a cell; unquantised types only."""
-
-    def __init__(self, tensor: int) -> None:
-        struct = tensor_at(tensor)
-        self._dtype = np.dtype(f"u{struct.nb[0]}")
-        self._values: AnyArray = array_at(struct.data, self._dtype, (struct.ne[1], struct.ne[0]))
-
-    def get(self, cells: Int64Array) -> ByteArray:
-        """A copy of the rows of cells."""
-        return np.ascontiguousarray(self._values[:, cells].T).view(np.uint8)
-
-    def put(self, cells: Int64Array, rows: ByteArray) -> None:
-        """Overwrite the rows of cells."""
-        self._values[:, cells] = np.ascontiguousarray(rows).view(self._dtype).T
-
-    def wipe(self, cells: Int64Array) -> None:
-        """Zero the rows of cells."""
-        self._values[:, cells] = 0
-
-
 BUFFER = "the K/V buffer"
 _MIB = 2**20
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A buffer of ggml, and the memory it lies in if ggml does not own that."""
-
-    handle: int
-    memory: ZeroedMemory | None = None
-
-    def zero(self) -> None:
-        """Set every byte to zero."""
-        if self.memory is None:
-            load().api.ggml_backend_buffer_clear(self.handle, 0)
-        else:
-            self.memory.zero()
-
-    def close(self) -> None:
-        """Free both."""
-        load().api.ggml_backend_buffer_free(self.handle)
-        if self.memory is not None:
-            self.memory.close()
-
-
-class BufferType(Protocol):
-    """A kind of memory that ggml can allocate."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the host can read and write it at an address."""
-
-    def allocate(self, context: int) -> Buffer | None:
-        """Zeros for all tensors of a ggml context, which then lie in them; None: no memory."""
-
-
-class HostBufferType:
-    """Ordinary memory, which the system gives when it is first written."""
-
-    name = "CPU"
-    is_host = True
-
-    def allocate(self, context: int) -> Buffer | None:
-        """A buffer for all tensors of a context, one behind the other."""
-        api = load().api
-        unit = api.ggml_backend_buft_get_alignment(api.ggml_backend_cpu_buffer_type())
-        tensors, ends = [], [0]
-        tensor = api.ggml_get_first_tensor(context)
-        while tensor:
-            tensors.append(tensor)
-            ends.append(ends[-1] + -(-api.ggml_nbytes(tensor) // unit) * unit)
-            tensor = api.ggml_get_next_tensor(context, tensor)
-        try:
-            memory = ZeroedMemory(ends[-1])
-        except MemoryError:
-            return None
-        handle = api.ggml_backend_cpu_buffer_from_ptr(memory.address, memory.n_bytes)
-        for tensor, start in zip(tensors, ends, strict=False):
-            api.ggml_backend_tensor_alloc(handle, tensor, memory.address + start)
-        return Buffer(handle, memory)
-
-
-def layer_buffer_types(
-    n_layers: int,
-    devices: Sequence[BufferType] = (),
-    *,
-    offload: bool = True,
-    host: BufferType | None = None,
-) -> tuple[BufferType, ...]:
-    """The buffer type of each layer's K and V.
-
-    Args:
-        n_layers: how many layers there are.
-        devices: the buffer type of the device that runs each layer; none: all run on the host.
-        offload: whether K and V lie with the device that runs the layer, or stay with the host.
-        host: the host's buffer type.
-    """
-    host = HostBufferType() if host is None else host
-    if devices and len(devices) != n_layers:
-        raise OptionError(f"devices: {len(devices)} for {n_layers} layers; give one a layer")
-    return tuple(devices) if devices and offload else (host,) * n_layers
 
 
 class KVBuffers:
@@ -220,10 +65,9 @@ class KVBuffers:
         except BaseException:
             self.close()
             raise
-        across = ChannelMajor if spec.v_trans else RowMajor
-        self.rows: dict[Part, list[CellRows]] = {
-            "k": [RowMajor(tensor) for tensor in self.k],
-            "v": [across(tensor) if tensor else NoRows() for tensor in self.v],
+        self.rows: dict[Part, list[RowMajor | ChannelMajor]] = {
+            "k": [self._rows(tensor) for tensor in self.k],
+            "v": [self._rows(tensor, transposed=spec.v_trans) for tensor in self.v],
         }
 
     def zero(self) -> None:
@@ -241,6 +85,15 @@ class KVBuffers:
 
     def __del__(self) -> None:
         self.close()
+
+    def _rows(self, tensor: int, *, transposed: bool = False) -> RowMajor | ChannelMajor:
+        if tensor == 0:  # V is part of K: rows of no bytes
+            return RowMajor(np.empty((self._spec.size, 0), np.uint8))
+        struct = tensor_at(tensor)
+        if transposed:
+            dtype = np.dtype(f"u{struct.nb[0]}")
+            return ChannelMajor(array_at(struct.data, dtype, (struct.ne[1], struct.ne[0])))
+        return RowMajor(array_at(struct.data, np.uint8, (struct.ne[1], struct.nb[1])))
 
     def _allocate(self, kind: BufferType, layers: list[int]) -> None:
         spec = self._spec
@@ -268,9 +121,130 @@ class KVBuffers:
             self.k[i] = k
             if layer.v_offset is not None:
                 continue
-            across = (spec.size, layer.n_embd_v)
-            ne = across if spec.v_trans else across[::-1]
+            transposed = (spec.size, layer.n_embd_v)
+            ne = transposed if spec.v_trans else transposed[::-1]
             v = api.ggml_new_tensor_2d(context, spec.type_v.ggml_id, *ne)
             api.ggml_set_name(v, f"cache_v_l{i}".encode())
             self.v[i] = v
         return context
+
+
+class RowMajor:
+    """Rows ``[size, row_bytes]``: a row a cell, read and written as raw bytes."""
+
+    def __init__(self, rows: ByteArray) -> None:
+        self._rows = rows
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """A copy of the rows of cells, ``[n, row_bytes]``."""
+        return self._rows[cells]
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Overwrite the rows of cells."""
+        self._rows[cells] = rows
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells."""
+        self._rows[cells] = 0
+
+
+class ChannelMajor:
+    """As :class:`RowMajor` over values ``[width, size]``: a row a channel, a column a cell."""
+
+    def __init__(self, values: AnyArray) -> None:  # unsigned integers of the size of a value
+        self._values = values
+
+    def get(self, cells: Int64Array) -> ByteArray:
+        """A copy of the rows of cells, ``[n, row_bytes]``."""
+        return np.ascontiguousarray(self._values[:, cells].T).view(np.uint8)
+
+    def put(self, cells: Int64Array, rows: ByteArray) -> None:
+        """Overwrite the rows of cells."""
+        self._values[:, cells] = np.ascontiguousarray(rows).view(self._values.dtype).T
+
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells."""
+        self._values[:, cells] = 0
+
+
+def layer_buffer_types(
+    n_layers: int,
+    devices: Sequence[BufferType] = (),
+    *,
+    offload: bool = True,
+    host: BufferType | None = None,
+) -> tuple[BufferType, ...]:
+    """Choose the buffer type of each layer's K and V.
+
+    Args:
+        n_layers: how many layers there are.
+        devices: the buffer type of the device that runs each layer; none: all run on the host.
+        offload: whether K and V lie with the device that runs the layer, or stay with the host.
+        host: the host's buffer type.
+    """
+    host = HostBufferType() if host is None else host
+    if devices and len(devices) != n_layers:
+        raise OptionError(f"devices: {len(devices)} for {n_layers} layers; give one a layer")
+    return tuple(devices) if devices and offload else (host,) * n_layers
+
+
+class BufferType(Protocol):
+    """A kind of memory that ggml can allocate."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host can read and write it at an address."""
+
+    def allocate(self, context: int) -> Buffer | None:
+        """Allocate zeros for all tensors of a ggml context; None if there is no memory."""
+
+
+class HostBufferType:
+    """Ordinary memory, which the system gives when it is first written."""
+
+    name = "CPU"
+    is_host = True
+
+    def allocate(self, context: int) -> Buffer | None:
+        """A buffer for all tensors of a context, one behind the other."""
+        api = load().api
+        unit = api.ggml_backend_buft_get_alignment(api.ggml_backend_cpu_buffer_type())
+        tensors, ends = [], [0]
+        tensor = api.ggml_get_first_tensor(context)
+        while tensor:
+            tensors.append(tensor)
+            ends.append(ends[-1] + -(-api.ggml_nbytes(tensor) // unit) * unit)
+            tensor = api.ggml_get_next_tensor(context, tensor)
+        try:
+            memory = ZeroedMemory(ends[-1])
+        except MemoryError:
+            return None
+        handle = api.ggml_backend_cpu_buffer_from_ptr(memory.address, memory.n_bytes)
+        for tensor, start in zip(tensors, ends, strict=False):
+            api.ggml_backend_tensor_alloc(handle, tensor, memory.address + start)
+        return Buffer(handle, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer of ggml, and the memory it lies in if ggml does not own that."""
+
+    handle: int
+    memory: ZeroedMemory | None = None
+
+    def zero(self) -> None:
+        """Set every byte to zero."""
+        if self.memory is None:
+            load().api.ggml_backend_buffer_clear(self.handle, 0)
+        else:
+            self.memory.zero()
+
+    def close(self) -> None:
+        """Free both."""
+        load().api.ggml_backend_buffer_free(self.handle)
+        if self.memory is not None:
+            self.memory.close()

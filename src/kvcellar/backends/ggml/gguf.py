@@ -2,39 +2,22 @@
 
 ggml's own reader parses the header. What it does not check (that the tensor data lie within the
 file, that arrays are of a sane size) is checked here, since a damaged file must give an error.
-
-Views of C memory as NumPy arrays.
-
-The tensors of a GGUF file as ggml tensors that point into the mapped file.
 """
 
 from __future__ import annotations
 
-import ctypes as c
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, Tensor
+from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, array_at
 from kvcellar.backends.ggml.library import Library, load
 from kvcellar.errors import ModelFileError, UnsupportedModel
-
-
-def array_at(address: int, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A writable view of C memory; the caller keeps the memory alive."""
-    wanted = np.dtype(dtype)
-    n_bytes = wanted.itemsize * int(np.prod(shape, dtype=np.int64))
-    raw = (c.c_uint8 * n_bytes).from_address(address)
-    view: npt.NDArray[Any] = np.frombuffer(memoryview(raw), dtype=wanted).reshape(shape)
-    return view
-
 
 _STRING, _ARRAY = 8, 9
 _DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
@@ -73,30 +56,25 @@ class GgufFile:
         path: the file.
         metadata: key to int, float, bool, str, list of str, or NumPy array.
         tensors: name to place.
+        address: where its first byte is in memory; valid until it is closed.
+        data: its bytes, ``[n_bytes]``; valid as long.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._map = _map_file(self.path)
+        self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+        self.data = array_at(self.address, np.uint8, (len(self._map),))
         try:
             self._parse(load())
         except BaseException:
             self._map.close()
             raise
 
-    @property
-    def n_bytes(self) -> int:
-        """Size of the file."""
-        return len(self._map)
-
-    def address(self) -> int:
-        """Address of the file's first byte in memory; valid as long as this object lives."""
-        return int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
-
     def _parse(self, library: Library) -> None:
         api = library.api
         params = GgufInitParams(no_alloc=True, ctx=None)
-        handle = api.gguf_init_from_buffer(self.address(), len(self._map), params)
+        handle = api.gguf_init_from_buffer(self.address, len(self._map), params)
         if not handle:
             reason = library.take_error() or "the header does not parse"
             raise ModelFileError(f"{self.path} is not a usable GGUF file: {reason}")
@@ -114,11 +92,6 @@ class GgufFile:
                 f"{self.path} is truncated: its tensors end at byte {end}, the file at "
                 f"{len(self._map)}; download it again"
             )
-
-
-def read_metadata(path: str | Path) -> Mapping[str, object]:
-    """The metadata of a GGUF file."""
-    return GgufFile(path).metadata
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -211,7 +184,7 @@ class GgmlWeights:
         size = (n + 1) * self._api.ggml_tensor_overhead()
         self._context = self._api.ggml_init(InitParams(size, None, True))
         self._buffer: int | None = self._api.ggml_backend_cpu_buffer_from_ptr(
-            file.address(), file.n_bytes
+            file.address, len(file.data)
         )
 
     def has(self, name: str) -> bool:
@@ -236,7 +209,7 @@ class GgmlWeights:
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """The numbers of a small f32 tensor; see ``Weights.values``."""
         info = self._f32(name, n)
-        data = array_at(self._file.address() + info.offset, "f4", (n,))
+        data = array_at(self._file.address + info.offset, "f4", (n,))
         return tuple(float(x) for x in data)
 
     def close(self) -> None:
@@ -253,7 +226,7 @@ class GgmlWeights:
 
     def _check_alignment(self) -> None:
         for info in self._file.tensors.values():
-            if (self._file.address() + info.offset) % _ALIGNMENT:
+            if (self._file.address + info.offset) % _ALIGNMENT:
                 raise UnsupportedModel(
                     f"tensor {info.name} begins at byte {info.offset}, which is not a multiple of "
                     f"{_ALIGNMENT}: convert the file with general.alignment = 32"
@@ -282,12 +255,7 @@ class GgmlWeights:
             ne = [*reversed(info.shape), 1, 1, 1][:4]
             tensor = self._api.ggml_new_tensor_4d(self._context, info.ggml_type, *ne)
             self._api.ggml_set_name(tensor, info.name.encode()[:63])
-            address = self._file.address() + info.offset
+            address = self._file.address + info.offset
             self._api.ggml_backend_tensor_alloc(self._buffer, tensor, address)
             self._tensors[info.name] = tensor
         return self._tensors[info.name]
-
-
-def tensor_at(address: int) -> Tensor:
-    """The C structure of a tensor."""
-    return Tensor.from_address(address)

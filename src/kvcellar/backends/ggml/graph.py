@@ -1,10 +1,8 @@
-"""Graphs that are built once a shape, kept, and run again with other inputs.
+"""Running a model's forward pass over a memory, by graphs that are built once a shape and kept.
 
 A graph depends on the plan's shape alone: how many tokens, sequences, cells looked at, and outputs.
 All graphs of an executor share one compute buffer; when a larger shape makes it move, the smaller
 graphs are dropped, since their tensors point into the old one. Likewise when a store is resized.
-
-Running a model's forward pass over a memory: a graph of the plan's shape, loaded, computed.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ import numpy as np
 from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import InitParams
-from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, Target, view_of
+from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
-from kvcellar.backends.ggml.nodes import Constants
+from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available
@@ -36,14 +34,46 @@ NODES_PER_LAYER = 320
 """A layer that attends, scans and mixes 32 experts with all their biases takes fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """A built and allocated graph, with NumPy views of its inputs and its logits."""
+class GgmlExecutor:
+    """Runs a model's forward pass over a memory. Implements ``Executor``.
 
-    context: int
-    graph: int
-    feeds: Feeds
-    logits: Float32Array
+    Attributes:
+        takes_lists: for each group, whether its plans are better given with lists than with masks.
+    """
+
+    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
+        self._backend = backend
+        self._compute = backend.compute
+        self._kernels = memory.kernels
+        self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
+        self._cache = GraphCache(backend, memory, forward)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the compute buffer."""
+        return self._cache.buffer_bytes
+
+    def run(self, plan: Plan) -> Float32Array:
+        """Compute a plan; see ``Executor.run``."""
+        graph = self._cache.get(plan)
+        graph.feeds.load(plan)
+        for kernel, group in zip(self._kernels, plan.groups, strict=True):
+            if kernel is not None and group.lists is not None:
+                kernel.load(group.lists)
+        self._compute(graph.graph)
+        return graph.logits
+
+    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
+        """Tell a watcher about every graph; see ``Executor.watch``."""
+        self._compute = GraphProfiler(self._backend, watcher).compute
+
+    def invalidate(self) -> None:
+        """Drop every graph; a resized store makes that happen by itself."""
+        self._cache.invalidate()
+
+    def close(self) -> None:
+        """Free graphs and buffer; closing twice is fine."""
+        self._cache.close()
 
 
 class GraphCache:
@@ -56,7 +86,7 @@ class GraphCache:
         self._memory = memory
         self._forward = forward
         self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
-        self._generation = memory.generation
+        self._generations = [store.generation for store in memory.groups]
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._constants = Constants(self._api)
         self._allocator = self._api.ggml_gallocr_new(kind)
@@ -76,7 +106,7 @@ class GraphCache:
         """
         if self._allocator is None:
             raise ClosedError(f"{_BUFFER} is closed with its context")
-        if self._generation != self._memory.generation:
+        if self._generations != [store.generation for store in self._memory.groups]:
             self.invalidate()
         shape = Shape.of(plan)
         graph = self._graphs.get(shape)
@@ -91,7 +121,7 @@ class GraphCache:
     def invalidate(self) -> None:
         """Drop every graph: the tensors of a store have moved."""
         self._drop_all()
-        self._generation = self._memory.generation
+        self._generations = [store.generation for store in self._memory.groups]
 
     def close(self) -> None:
         """Free graphs and buffer; closing twice is fine."""
@@ -133,10 +163,10 @@ class GraphCache:
 
     def _fill(self, context: int, n_nodes: int, plan: Plan, shape: Shape) -> Graph:
         api, specs = self._api, self._memory.specs
-        inputs = Inputs.declare(api, context, shape, specs)
         graph = api.ggml_new_graph_custom(context, n_nodes, False)
-        target = Target(api, context, graph)
-        ops = GgmlOps(target, inputs, self._memory, self._constants, plan)
+        nodes = Nodes(api, context, graph, self._constants)
+        inputs = Inputs.declare(nodes, shape, specs)
+        ops = GgmlOps(nodes, inputs, self._memory, plan)
         logits = self._forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
@@ -148,7 +178,7 @@ class GraphCache:
         return Graph(context, graph, feeds, empty if view is None else view)
 
     def _allocate(self, graph: int) -> None:
-        """Give a graph its memory; a buffer that has to grow moves, and drops the other graphs."""
+        """Allocate a graph; a buffer that has to grow moves, and the other graphs are dropped."""
         needed = c.c_size_t()
         self._api.ggml_gallocr_reserve_n_size(self._allocator, graph, None, None, c.byref(needed))
         if needed.value > self._n_bytes:
@@ -167,43 +197,11 @@ class GraphCache:
         self._n_bytes = n_bytes
 
 
-class GgmlExecutor:
-    """Runs a model's forward pass over a memory. Implements ``Executor``."""
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A built and allocated graph, with NumPy views of its inputs and its logits."""
 
-    def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
-        self._backend = backend
-        self._compute = backend.compute
-        self._kernels = memory.kernels
-        self._cache = GraphCache(backend, memory, forward)
-
-    @property
-    def takes_lists(self) -> tuple[bool, ...]:
-        """Of each group, whether its plans are better given with lists than with masks."""
-        return tuple(kernel is not None for kernel in self._kernels)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the compute buffer."""
-        return self._cache.buffer_bytes
-
-    def run(self, plan: Plan) -> Float32Array:
-        """Compute a plan; see ``Executor.run``."""
-        graph = self._cache.get(plan)
-        graph.feeds.load(plan)
-        for kernel, group in zip(self._kernels, plan.groups, strict=True):
-            if kernel is not None and group.lists is not None:
-                kernel.load(group.lists)
-        self._compute(graph.graph)
-        return graph.logits
-
-    def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
-        """Tell a watcher about every graph; see ``ProfiledExecutor.watch``."""
-        self._compute = GraphProfiler(self._backend, watcher).compute
-
-    def invalidate(self) -> None:
-        """Drop every graph; a resized store makes that happen by itself."""
-        self._cache.invalidate()
-
-    def close(self) -> None:
-        """Free graphs and buffer; closing twice is fine."""
-        self._cache.close()
+    context: int
+    graph: int
+    feeds: Feeds
+    logits: Float32Array

@@ -1,4 +1,4 @@
-"""What a graph is built into, and the tensors it is fed through.
+"""The tensors that a graph is fed through, and what it depends on.
 
 A model need not read all of them: a graph of recurrent layers has no use for positions. ggml gives
 such a tensor no memory, and then nothing is written into it.
@@ -6,16 +6,23 @@ such a tensor no memory, and then nothing is written into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcellar.backends.checks import check_learned
-from kvcellar.backends.ggml.binding import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Ggml
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
-from kvcellar.plan import CellPlan, Plan
+from kvcellar.backends.ggml.binding import (
+    TYPE_F16,
+    TYPE_F32,
+    TYPE_I32,
+    TYPE_I64,
+    array_at,
+    tensor_at,
+)
+from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.plan import Plan
 from kvcellar.types import AnyArray, CacheSpec
 
 _DTYPES = {TYPE_F32: np.float32, TYPE_F16: np.float16, TYPE_I32: np.int32, TYPE_I64: np.int64}
@@ -35,17 +42,9 @@ class Shape(NamedTuple):
         """The shape of a plan."""
         micro = plan.micro
         n_embd = 0 if micro.embeddings is None else micro.embeddings.shape[1]
-        n_kv = tuple(group.n_kv for group in plan.groups)
-        n_seqs = 0 if plan.states is None else plan.states.n_seqs
-        return cls(plan.n_tokens, n_kv, n_seqs, len(micro.outputs), n_embd)
-
-
-class Target(NamedTuple):
-    """Where nodes are built."""
-
-    api: Ggml
-    context: int
-    graph: int
+        n_kv = tuple([group.mask.shape[1] for group in plan.groups])
+        n_seqs = 0 if plan.states is None else len(plan.states.sources)
+        return cls(len(micro.positions), n_kv, n_seqs, len(micro.outputs), n_embd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class GroupInputs:
     """Where a group of attention layers writes, and what it may read."""
 
     cells: int  # i64 [n]
-    channels: int | None  # i64 [n * n_embd_v], where V's values go when V lies across
+    channels: int | None  # i64 [n * n_embd_v], where V's values go when V is transposed
     mask: int | None  # f16 [n, n_kv]
 
 
@@ -77,17 +76,18 @@ class Inputs:
     states: StateInputs | None
 
     @classmethod
-    def declare(cls, api: Ggml, context: int, shape: Shape, specs: Sequence[CacheSpec]) -> Inputs:
+    def declare(cls, nodes: Nodes, shape: Shape, specs: Sequence[CacheSpec]) -> Inputs:
         """New tensors without memory, for plans of a shape over groups of these specs."""
 
         def new(kind: int, *ne: int) -> int:
-            make: Callable[..., int] = getattr(api, f"ggml_new_tensor_{len(ne)}d")
-            tensor = make(context, kind, *ne)
-            api.ggml_set_input(tensor)
+            tensor = (
+                nodes.new_tensor_2d(kind, *ne) if len(ne) > 1 else nodes.new_tensor_1d(kind, *ne)
+            )
+            nodes.api.ggml_set_input(tensor)
             return tensor
 
         def group(spec: CacheSpec, n_kv: int) -> GroupInputs:
-            width = width_across(spec)
+            width = transposed_width(spec)
             return GroupInputs(
                 cells=new(TYPE_I64, n),
                 channels=new(TYPE_I64, n * width) if width else None,
@@ -111,7 +111,7 @@ class Feeds:
 
     Args:
         inputs: their tensors.
-        specs: of each group.
+        specs: the shape of each group.
         n_positions: how many positions the model has learned, if it looks them up.
     """
 
@@ -123,7 +123,10 @@ class Feeds:
         self._embeddings = view_of(inputs.embeddings, 2)
         self._positions = view_of(inputs.positions, 1)
         self._outputs = view_of(inputs.outputs, 1)
-        self._groups = [_GroupFeeds(*each) for each in zip(inputs.groups, specs, strict=True)]
+        self._cells = [view_of(group.cells, 1) for group in inputs.groups]
+        self._masks = [view_of(group.mask, 2) for group in inputs.groups]
+        self._channels = [view_of(group.channels, 1) for group in inputs.groups]
+        self._starts = [np.arange(transposed_width(s), dtype=np.int64) * s.size for s in specs]
         states = inputs.states
         self._sources = None if states is None else view_of(states.sources, 1)
         self._targets = None if states is None else view_of(states.targets, 1)
@@ -136,37 +139,30 @@ class Feeds:
         Raises:
             PositionError: the model has not learned a position; ggml would abort the process.
         """
-        micro = plan.micro
+        micro, states = plan.micro, plan.states
         if self._n_positions is not None:
             check_learned(micro.positions, self._n_positions)
-        _put(self._tokens, micro.tokens)
-        _put(self._embeddings, micro.embeddings)
-        _put(self._positions, micro.positions)
-        _put(self._outputs, micro.outputs)
-        for feeds, cells in zip(self._groups, plan.groups, strict=True):
-            feeds.load(cells)
-        if plan.states is not None:
-            _put(self._sources, plan.states.sources)
-            _put(self._targets, plan.states.targets)
+        pairs: list[tuple[AnyArray | None, AnyArray | None]] = [
+            (self._tokens, micro.tokens),
+            (self._embeddings, micro.embeddings),
+            (self._positions, micro.positions),
+            (self._outputs, micro.outputs),
+        ]
+        for i, group in enumerate(plan.groups):
+            pairs += (self._cells[i], group.cells), (self._masks[i], group.mask)
+            channels = self._channels[i]
+            if channels is not None:
+                out = channels.reshape(len(group.cells), -1)
+                np.add.outer(group.cells, self._starts[i], out=out)
+        if states is not None:
+            pairs += (self._sources, states.sources), (self._targets, states.targets)
+        for view, values in pairs:
+            if view is not None and values is not None:
+                view[:] = values
 
 
-class _GroupFeeds:
-    def __init__(self, inputs: GroupInputs, spec: CacheSpec) -> None:
-        self._cells = view_of(inputs.cells, 1)
-        self._channels = view_of(inputs.channels, 1)
-        self._mask = view_of(inputs.mask, 2)
-        self._starts = np.arange(width_across(spec), dtype=np.int64) * spec.size
-
-    def load(self, plan: CellPlan) -> None:
-        _put(self._cells, plan.cells)
-        _put(self._mask, plan.mask)
-        if self._channels is not None:
-            out = self._channels.reshape(len(plan.cells), -1)
-            np.add.outer(plan.cells, self._starts, out=out)
-
-
-def width_across(spec: CacheSpec) -> int:
-    """Values of V a cell when V lies across, else 0; the same in all layers that store V."""
+def transposed_width(spec: CacheSpec) -> int:
+    """Values of V a cell when V is transposed, else 0; the same in all layers that store V."""
     return max((layer.n_embd_v for layer in spec.layers), default=0) if spec.v_trans else 0
 
 
@@ -178,8 +174,3 @@ def view_of(tensor: int | None, n_dims: int) -> AnyArray | None:
     if not struct.data:
         return None
     return array_at(struct.data, _DTYPES[struct.type], tuple(reversed(struct.ne[:n_dims])))
-
-
-def _put(view: AnyArray | None, values: AnyArray | None) -> None:
-    if view is not None and values is not None:
-        view[:] = values

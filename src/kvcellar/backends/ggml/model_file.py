@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from kvcellar.backends.base import OpenMemory, TensorBytes
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile, array_at
+from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.ggml.graph import GgmlExecutor
 from kvcellar.backends.ggml.jit.attention import why_no_kernel
 from kvcellar.backends.ggml.model_memory import GgmlMemory
@@ -37,7 +35,7 @@ class GgmlModelFile:
     def tensors(self) -> Iterator[TensorBytes]:
         """See ``ModelFile.tensors``."""
         for name, info in sorted(self._file.tensors.items()):
-            data = array_at(self._file.address() + info.offset, np.uint8, (info.n_bytes,))
+            data = self._file.data[info.offset : info.offset + info.n_bytes]
             yield TensorBytes(name, info.type_name, info.shape, data)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:

@@ -1,4 +1,4 @@
-"""All that one context keeps in ggml buffers, and where each layer of the model finds its part."""
+"""What one context stores in ggml buffers, and where each layer of the model finds its part."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GgmlMemory:
     Attributes:
         groups: K and V.
         states: of recurrent layers, where there are any.
-        places: where each layer of the model keeps what it keeps.
-        kernels: of each group; None where tokens attend through masks alone.
+        places: where each layer of the model stores what it stores.
+        kernels: one a group; None where tokens attend through masks alone.
         products: what computes some products in ggml's place, if anything does.
     """
 
@@ -73,11 +73,6 @@ class GgmlMemory:
     def specs(self) -> tuple[CacheSpec, ...]:
         """The shape of each group."""
         return tuple(store.spec for store in self.groups)
-
-    @property
-    def generation(self) -> tuple[int, ...]:
-        """Changes when tensors move: graphs that point at them are void then."""
-        return tuple(store.generation for store in self.groups)
 
 
 def _kernel(spec: CacheSpec, backend: GgmlBackend) -> AttentionKernel | None:

@@ -1,24 +1,112 @@
-"""Nodes of a ggml graph that more than one kind of graph is built of.
+"""Making nodes of a ggml graph, and the constant tensors that graphs read.
 
-Small f32 tensors that graphs read but never write: RoPE's factors, the Hadamard matrix.
-
-They lie in buffers of their own. Graphs share one compute buffer, so whatever lies in that is gone
-once another graph has run.
+Constants (RoPE's factors, the Hadamard matrix) lie in buffers of their own. Graphs share one
+compute buffer, so what lies in that is gone once another graph has run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
-from kvcellar.backends.ggml.binding import HINT_HADAMARD, ROPE_MODES, TYPE_F32, Ggml, InitParams
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.binding import (
+    HINT_HADAMARD,
+    ROPE_MODES,
+    TYPE_F32,
+    Ggml,
+    InitParams,
+    array_at,
+    tensor_at,
+)
 from kvcellar.backends.hadamard import hadamard
 from kvcellar.errors import AllocationError
 from kvcellar.types import Float32Array, RopeSpec
 
 
+class Nodes:
+    """Makes the tensors of one graph; a tensor is its C address.
+
+    Functions of ggml that take a context first are called without prefix and context:
+    ``nodes.add(a, b)`` is ``ggml_add(context, a, b)``.
+
+    Attributes:
+        api: ggml's functions.
+        context: where tensors are made.
+        graph: what they become nodes of.
+    """
+
+    def __init__(self, api: Ggml, context: int, graph: int, constants: Constants) -> None:
+        self.api = api
+        self.context = context
+        self.graph = graph
+        self._constants = constants
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """The function ``ggml_<name>`` with this context; looked up once."""
+        function: Callable[..., int] = partial(getattr(self.api, f"ggml_{name}"), self.context)
+        setattr(self, name, function)
+        return function
+
+    def run_first(self, node: int) -> None:
+        """Put a node before all that are made later: nodes run in the graph's order."""
+        self.api.ggml_build_forward_expand(self.graph, node)
+
+    def dense(self, x: int) -> int:
+        """x, copied if its values do not lie side by side, as those of a view may not."""
+        return x if self.api.ggml_is_contiguous(x) else self.cont(x)
+
+    def even(self, x: int) -> int:
+        """x, copied unless its rows are equally far apart."""
+        return x if self.api.ggml_is_contiguous_1(x) else self.cont(x)
+
+    def f32(self, x: int) -> int:
+        """A weight as f32, for functions of ggml that take no other type."""
+        return x if tensor_at(x).type == TYPE_F32 else self.cast(x, TYPE_F32)
+
+    def flat(self, x: int) -> int:
+        """``[n, n_head, d]`` to ``[n, n_head * d]``."""
+        d, n_head, n = tensor_at(x).ne[:3]
+        return self.reshape_2d(self.dense(x), d * n_head, n)
+
+    def softcap(self, x: int, cap: float, scale: float = 1.0) -> int:
+        """``cap * tanh(scale * x / cap)``."""
+        return self.scale(self.tanh(self.scale(self.dense(x), scale / cap)), cap)
+
+    def rope(self, x: int, positions: int, spec: RopeSpec, attn_factor: float) -> int:
+        """Rotate ``[n, n_head, d]`` by positions ``[n]``, and multiply by YaRN's magnitude."""
+        return self.rope_ext(
+            x,
+            positions,
+            None if spec.factors is None else self._constants.factors(spec.factors),
+            spec.n_rot,
+            ROPE_MODES[spec.mode],
+            spec.n_ctx_orig,
+            spec.freq_base,
+            spec.freq_scale,
+            spec.ext_factor,
+            attn_factor,
+            spec.beta_fast,
+            spec.beta_slow,
+        )
+
+    def mix(self, x: int, size: int) -> int:
+        """Apply the Hadamard transform to each run of ``size`` values of ``[n, n_head, d]``.
+
+        0 for none; applied twice it gives x back.
+        """
+        if size == 0:
+            return x
+        d, n_head, n = tensor_at(x).ne[:3]
+        runs = self.reshape_2d(self.dense(x), size, d * n_head * n // size)
+        mixed = self.mul_mat(self._constants.hadamard(size), runs)
+        self.api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
+        return self.reshape_3d(mixed, d, n_head, n)
+
+
 class Constants:
-    """Constant tensors by what they stand for; each is made once and kept until :meth:`close`."""
+    """Small f32 tensors that graphs only read; each is made once and kept until :meth:`close`."""
 
     def __init__(self, api: Ggml) -> None:
         self._api = api
@@ -61,69 +149,3 @@ class Constants:
         self._owned.append((context, buffer))
         array_at(tensor_at(tensor).data, np.float32, values.shape)[:] = values
         return tensor
-
-
-class Nodes:
-    """Makes nodes in one ggml context; a tensor is its C address."""
-
-    def __init__(self, api: Ggml, context: int, constants: Constants) -> None:
-        self._api = api
-        self._context = context
-        self._constants = constants
-
-    def add(self, function: str, *args: object) -> int:
-        """The node that a function of ggml makes of these arguments."""
-        node: int = getattr(self._api, function)(self._context, *args)
-        return node
-
-    def ne(self, x: int) -> tuple[int, ...]:
-        """Sizes of a tensor's axes, innermost first."""
-        return tuple(tensor_at(x).ne)
-
-    def dense(self, x: int) -> int:
-        """x, copied if its values do not lie side by side, as those of a view may not."""
-        return x if self._api.ggml_is_contiguous(x) else self.add("ggml_cont", x)
-
-    def even(self, x: int) -> int:
-        """x, copied unless its rows are equally far apart."""
-        return x if self._api.ggml_is_contiguous_1(x) else self.add("ggml_cont", x)
-
-    def f32(self, x: int) -> int:
-        """A weight as f32, for functions of ggml that take no other type."""
-        return x if tensor_at(x).type == TYPE_F32 else self.add("ggml_cast", x, TYPE_F32)
-
-    def softcap(self, x: int, cap: float, scale: float = 1.0) -> int:
-        """``cap * tanh(scale * x / cap)``."""
-        inner = self.add("ggml_scale", self.dense(x), scale / cap)
-        return self.add("ggml_scale", self.add("ggml_tanh", inner), cap)
-
-    def rope(self, x: int, positions: int, spec: RopeSpec, attn_factor: float) -> int:
-        """Rotate ``[n, n_head, d]`` by positions ``[n]``, and multiply by YaRN's magnitude."""
-        return self.add(
-            "ggml_rope_ext",
-            x,
-            positions,
-            None if spec.factors is None else self._constants.factors(spec.factors),
-            spec.n_rot,
-            ROPE_MODES[spec.mode],
-            spec.n_ctx_orig,
-            spec.freq_base,
-            spec.freq_scale,
-            spec.ext_factor,
-            attn_factor,
-            spec.beta_fast,
-            spec.beta_slow,
-        )
-
-    def mix(self, x: int, size: int) -> int:
-        """Apply the Hadamard transform to each run of ``size`` values of ``[n, n_head, d]``.
-
-        0 for none; applied twice it gives x back.
-        """
-        if size == 0:
-            return x
-        d, n_head, n = self.ne(x)[:3]
-        runs = self.add("ggml_reshape_2d", self.dense(x), size, d * n_head * n // size)
-        mixed = self.add("ggml_mul_mat", self._constants.hadamard(size), runs)
-        self._api.ggml_mul_mat_set_hint(mixed, HINT_HADAMARD)
-        return self.add("ggml_reshape_3d", mixed, d, n_head, n)

@@ -1,8 +1,8 @@
 """A graph's time by kind of operation: every node computed alone and timed.
 
-ggml tells nobody how long a node took, so each becomes a graph of its own. What that costs (threads
-that start and meet for every node, nodes that ggml would have fused) is known by comparison: of a
-graph that is computed several times in a row, every second time is whole.
+ggml does not tell how long a node took, so each becomes a graph of its own. What that costs
+(threads that start and meet for every node, nodes that ggml would have fused) is known by
+comparison: of a graph that is computed several times in a row, every second time is whole.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from time import perf_counter
 
 from kvcellar.backends.base import GraphTimes, OpTime
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import InitParams, Tensor
-from kvcellar.backends.ggml.gguf import tensor_at
+from kvcellar.backends.ggml.binding import InitParams, Tensor, tensor_at
 
 VIEWS = "views"
 _NO_WORK = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")

@@ -11,8 +11,7 @@ from math import log
 import numpy as np
 
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import TYPE_I32, TYPE_I64, InitParams
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.binding import TYPE_I32, TYPE_I64, InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.errors import AllocationError
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, Int64Array, RopeSpec
@@ -28,7 +27,7 @@ def rotate_rows(
     cells: Int64Array,
     shifts: Int32Array,
 ) -> None:
-    """Rotate the K rows of cells by so many positions each, in every layer with RoPE.
+    """Rotate each K row of cells by its shift, in every layer with RoPE.
 
     Raises:
         AllocationError: the work buffer cannot be had; nothing was rotated.
@@ -67,12 +66,11 @@ class RotationGraph:
         kind = self._api.ggml_backend_cpu_buffer_type()
         self._allocator = self._api.ggml_gallocr_new(kind)
         self._constants = Constants(self._api)
-        self._nodes = Nodes(self._api, self._context, self._constants)
-        self._node = self._nodes.add
+        self._graph = self._api.ggml_new_graph_custom(self._context, n_nodes, False)
+        self._nodes = Nodes(self._api, self._context, self._graph, self._constants)
         self._cells = self._input(TYPE_I64, n)
         self._rows = self._input(TYPE_I32, n)
         self._shifts = self._input(TYPE_I32, n)
-        self._graph = self._api.ggml_new_graph_custom(self._context, n_nodes, False)
         try:
             for i, tensor in enumerate(tensors):
                 self._add_layer(spec, i, tensor)
@@ -105,17 +103,16 @@ class RotationGraph:
         layer = spec.layers[i]
         if layer.rope is None:
             return
-        size, n_head, d = spec.hadamard_k(i), layer.n_head_kv, layer.head_dim_k
-        rows = self._node("ggml_get_rows", tensor, self._rows)
-        heads = self._nodes.mix(self._node("ggml_reshape_3d", rows, d, n_head, self.n), size)
+        nodes, mixed = self._nodes, spec.hadamard_k(i)
+        rows = nodes.get_rows(tensor, self._rows)
+        heads = nodes.reshape_3d(rows, layer.head_dim_k, layer.n_head_kv, self.n)
         pure = magnitude_inverse(layer.rope)
-        turned = self._nodes.mix(self._nodes.rope(heads, self._shifts, layer.rope, pure), size)
-        flat = self._node("ggml_reshape_2d", turned, d * n_head, self.n)
-        written = self._node("ggml_set_rows", tensor, flat, self._cells)
-        self._api.ggml_build_forward_expand(self._graph, written)
+        rotated = nodes.rope(nodes.mix(heads, mixed), self._shifts, layer.rope, pure)
+        flat = nodes.flat(nodes.mix(rotated, mixed))
+        nodes.run_first(nodes.set_rows(tensor, flat, self._cells))
 
     def _input(self, kind: int, n: int) -> int:
-        tensor = self._node("ggml_new_tensor_1d", kind, n)
+        tensor = self._nodes.new_tensor_1d(kind, n)
         self._api.ggml_set_input(tensor)
         return tensor
 

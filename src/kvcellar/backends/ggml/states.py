@@ -1,8 +1,13 @@
-"""Recurrent states in one ggml buffer: up to two f32 tensors a layer, a row a state.
+"""Recurrent states in one ggml buffer, and the nodes that read and write them.
 
-A layer's convolution keeps its last inputs ``[d, k - 1]``, a channel after the other and the
-oldest input first; its recurrent state is ``[n_head, d, d_state]``. The row behind the last is a
-state of zeros, from which new sequences start: nothing ever writes it.
+Up to two f32 tensors a layer, a row a state: the last inputs of its convolution ``[d, k - 1]``, a
+channel after the other and the oldest input first, and its recurrent state
+``[n_head, d, d_state]``. The row behind the last is a state of zeros, from which new sequences
+start: nothing ever writes it.
+
+States are gathered by row and scattered by row. The rows are inputs, so a graph serves every plan
+of its shape. A row may be read and written by one graph: what reads it comes before what writes it,
+since the node that writes is made of the node that read.
 """
 
 from __future__ import annotations
@@ -11,15 +16,17 @@ import logging
 
 import numpy as np
 
-from kvcellar.backends.ggml.binding import TYPE_F32, InitParams
+from kvcellar.backends.ggml.binding import TYPE_F32, InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
-from kvcellar.backends.ggml.gguf import array_at, tensor_at
+from kvcellar.backends.ggml.inputs import StateInputs
 from kvcellar.backends.ggml.library import load
+from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.memory import check_available
 from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 BUFFER = "the state buffer"
+_FLOAT = 4
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +66,7 @@ class GgmlStateStore:
         return self._open
 
     def read(self, rows: Int64Array) -> Float32Array:
-        """The states in rows, ``[n, row_bytes / 4]``: of each layer n_conv, then n_ssm values."""
+        """The states in rows, ``[n, row_bytes / 4]``: layer by layer n_conv, then n_ssm values."""
         states = np.empty((len(rows), self.spec.row_bytes // 4), np.float32)
         for part, piece in zip(self._parts, self._split(states), strict=True):
             piece[:] = part[rows]
@@ -126,3 +133,65 @@ class GgmlStateStore:
 def _rows(tensor: int) -> Float32Array:
     struct = tensor_at(tensor)
     return array_at(struct.data, np.float32, (struct.ne[1], struct.ne[0]))
+
+
+def short_conv(
+    nodes: Nodes, store: GgmlStateStore, inputs: StateInputs, layer: int, x: int, weight: int
+) -> int:
+    """See ``Ops.short_conv``; ``layer`` counts those with a state."""
+    (d, n), n_seqs = tensor_at(x).ne[:2], tensor_at(inputs.sources).ne[0]
+    k, state = tensor_at(weight).ne[0], store.conv[layer]
+    assert store.spec.layers[layer].n_conv == (k - 1) * d
+    row = tensor_at(x).nb[1]
+    steps = n // n_seqs
+    new = nodes.transpose(nodes.view_3d(x, d, steps, n_seqs, row, row * steps, 0))
+    if k == 1:
+        columns = nodes.cont(new)
+    else:
+        old = nodes.reshape_3d(nodes.get_rows(state, inputs.sources), k - 1, d, n_seqs)
+        columns = nodes.concat(old, new, 0)
+        nb = tensor_at(columns).nb
+        last = nodes.cont(nodes.view_3d(columns, k - 1, d, n_seqs, nb[1], nb[2], steps * nb[0]))
+        last = nodes.reshape_2d(last, (k - 1) * d, n_seqs)
+        nodes.run_first(nodes.set_rows(state, last, inputs.targets))
+    return nodes.reshape_2d(nodes.ssm_conv(columns, nodes.f32(weight)), d, n)
+
+
+def ssm_scan(
+    nodes: Nodes,
+    store: GgmlStateStore,
+    inputs: StateInputs,
+    layer: int,
+    parts: tuple[int, int, int, int, int],
+) -> int:
+    """See ``Ops.ssm_scan``, whose x, dt, a, b and c are the parts; ``layer`` as above."""
+    x, dt, a, b, c = parts
+    d, n_head, n = tensor_at(x).ne[:3]
+    d_state, state, n_seqs = tensor_at(b).ne[0], store.ssm[layer], tensor_at(inputs.sources).ne[0]
+    n_ssm = n_head * d * d_state
+    assert store.spec.layers[layer].n_ssm == n_ssm
+    both = nodes.ssm_scan(
+        nodes.reshape_4d(state, d_state, d, n_head, tensor_at(state).ne[1]),
+        _by_seq(nodes, x, n_seqs),
+        nodes.reshape_3d(nodes.dense(dt), n_head, n // n_seqs, n_seqs),
+        nodes.f32(a),
+        _by_seq(nodes, b, n_seqs),
+        _by_seq(nodes, c, n_seqs),
+        inputs.sources,
+        1,  # only the last state
+    )
+    new = nodes.view_2d(both, n_ssm, n_seqs, n_ssm * _FLOAT, d * n_head * n * _FLOAT)
+    nodes.run_first(nodes.set_rows(state, new, inputs.targets))
+    head = d * _FLOAT
+    return nodes.view_3d(both, d, n_head, n, head, head * n_head, 0)
+
+
+def _by_seq(nodes: Nodes, x: int, n_seqs: int) -> int:
+    """``[n, n_head, d]`` to ``[n_seqs, n / n_seqs, n_head, d]``, heads side by side."""
+    struct = tensor_at(x)
+    if struct.nb[1] != struct.ne[0] * struct.nb[0]:
+        x = nodes.cont(x)
+        struct = tensor_at(x)
+    d, n_head, n = struct.ne[:3]
+    steps, token = n // n_seqs, struct.nb[2]
+    return nodes.view_4d(x, d, n_head, steps, n_seqs, struct.nb[1], token, token * steps, 0)

@@ -1,12 +1,8 @@
-"""K and V rows in ggml buffers: two tensors a layer, one allocation a buffer type.
+"""K and V rows in ggml buffers, read and written through NumPy views.
 
-K of layer i is ``[size, n_embd_k]``, a row a cell; V likewise with flash attention, else it lies
-across, ``[n_embd_v, size]``; a layer whose V is part of its K has none. Rows are read and written
-through NumPy views.
-
-Rows between f32 and how they are stored.
-
-ggml's own kernels make the K/V types; quantised rows lie under a Hadamard transform.
+K of layer i is ``[size, n_embd_k]``, a row a cell; V is too with flash attention, else it is
+transposed, ``[n_embd_v, size]``; a layer whose V is part of its K has none. ggml's own kernels
+convert between f32 and the K/V types; quantised rows are stored under a Hadamard transform.
 """
 
 from __future__ import annotations
@@ -27,34 +23,6 @@ from kvcellar.errors import ClosedError, NotSupported, OptionError
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
 
 
-def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
-    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
-    n, width = rows.shape
-    if width == 0:  # ggml divides by it
-        return np.empty((n, 0), np.uint8)
-    source = np.ascontiguousarray(rows, dtype=np.float32)
-    out = np.empty((n, kind.row_bytes(width)), dtype=np.uint8)
-    load().api.ggml_quantize_chunk(
-        kind.ggml_id, source.ctypes.data, out.ctypes.data, 0, n, width, None
-    )
-    return out
-
-
-def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
-    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
-    n, n_bytes = rows.shape
-    if n_bytes == 0:
-        return np.empty((n, 0), np.float32)
-    width = n_bytes // kind.block_bytes * kind.block_size
-    source = np.ascontiguousarray(rows)
-    if kind is KVType.F32:
-        return np.array(source.view(np.float32))
-    out = np.empty((n, width), dtype=np.float32)
-    traits = load().api.ggml_get_type_traits(kind.ggml_id).contents
-    traits.to_float(source.ctypes.data, out.ctypes.data, n * width)
-    return out
-
-
 class GgmlStore:
     """A :class:`~kvcellar.backends.base.KVStore` in memory that ggml allocates.
 
@@ -65,7 +33,7 @@ class GgmlStore:
     Args:
         spec: the shape of the cache.
         backend: what rotates K rows; without one the store cannot shift.
-        buffer_types: of each layer, see :func:`layer_buffer_types`; None: the host's.
+        buffer_types: one a layer, see :func:`layer_buffer_types`; None: the host's.
 
     Raises:
         OptionError: a type whose blocks do not divide a head.
@@ -81,7 +49,7 @@ class GgmlStore:
         buffer_types: Sequence[BufferType] | None = None,
     ) -> None:
         check_types(spec)
-        _check_across(spec)
+        _check_transposed(spec)
         self.spec = spec
         self.generation = 0
         self._backend = backend
@@ -142,10 +110,10 @@ class GgmlStore:
         return self._backend is not None
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate the K rows of cells by so many positions each, in every layer with RoPE."""
+        """Rotate each K row of cells by its shift, in every layer with RoPE."""
         if self._backend is None:
             raise NotSupported("this store was made without a backend to rotate K rows with")
-        moved = shifts != 0  # a row that stays keeps its bytes: quantising it anew might not
+        moved = shifts != 0  # a row that stays keeps its bytes: quantising it again might not
         rotate_rows(self._backend, self.spec, self.k, cells[moved], shifts[moved])
 
     def wipe(self, cells: Int64Array) -> None:
@@ -158,7 +126,7 @@ class GgmlStore:
         self._buffers.zero()
 
     def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
-        """Move to new buffers of so many cells: rows of cells src lie at dst, others are zero.
+        """Move to new buffers of ``size`` cells: rows of cells src go to dst, others are zero.
 
         Raises:
             AllocationError: they cannot be had beside the old ones; the store is as it was.
@@ -184,7 +152,35 @@ class GgmlStore:
             self._open = None
 
 
-def _check_across(spec: CacheSpec) -> None:
+def _check_transposed(spec: CacheSpec) -> None:
     widths = {layer.n_embd_v for layer in spec.layers if layer.v_offset is None}
     if spec.v_trans and len(widths) > 1:
         raise OptionError("flash_attn=False: V rows of layers differ in size; use flash_attn=True")
+
+
+def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
+    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
+    n, width = rows.shape
+    if width == 0:  # ggml divides by it
+        return np.empty((n, 0), np.uint8)
+    source = np.ascontiguousarray(rows, dtype=np.float32)
+    out = np.empty((n, kind.row_bytes(width)), dtype=np.uint8)
+    load().api.ggml_quantize_chunk(
+        kind.ggml_id, source.ctypes.data, out.ctypes.data, 0, n, width, None
+    )
+    return out
+
+
+def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
+    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
+    n, n_bytes = rows.shape
+    if n_bytes == 0:
+        return np.empty((n, 0), np.float32)
+    width = n_bytes // kind.block_bytes * kind.block_size
+    source = np.ascontiguousarray(rows)
+    if kind is KVType.F32:
+        return np.array(source.view(np.float32))
+    out = np.empty((n, width), dtype=np.float32)
+    traits = load().api.ggml_get_type_traits(kind.ggml_id).contents
+    traits.to_float(source.ctypes.data, out.ctypes.data, n * width)
+    return out

@@ -1,13 +1,9 @@
-"""Reading GGUF files with the library ``gguf``: metadata as plain values, tensors mapped.
+"""GGUF files for the NumPy backend: metadata as plain values, tensors as f32 arrays.
 
-Values are what :mod:`kvcellar.backends.ggml.gguf` gives, so models and tokenizers cannot tell.
-The library looks at every string on its own: a vocabulary of 50,000 takes seconds.
-
-Finding the library ``gguf``, which reads GGUF files and knows the quantised types.
-
-It is imported when first needed, since only this backend wants it.
-
-The tensors of a GGUF file as f32 arrays.
+The library ``gguf`` reads files and converts quantised types; it is imported at the first use,
+since only this backend needs it. Values are what :mod:`kvcellar.backends.ggml.gguf` gives, so
+models and tokenizers cannot tell. The library looks at each string on its own: a vocabulary of
+50,000 takes seconds.
 """
 
 from __future__ import annotations
@@ -24,64 +20,6 @@ import numpy as np
 from kvcellar.backends.base import TensorBytes
 from kvcellar.errors import LibraryError, ModelFileError, UnsupportedModel
 from kvcellar.types import AnyArray, ByteArray, Float32Array, KVType
-
-
-class Quants:
-    """Blocks of quantised values, made and read by ``gguf.quants``."""
-
-    def __init__(self, library: ModuleType) -> None:
-        self._library = library
-
-    def quantize(self, rows: Float32Array, kind: KVType) -> ByteArray:
-        """Rows of f32 as rows of blocks."""
-        blocks: ByteArray = self._library.quantize(rows, self._type(kind.ggml_id))
-        return blocks
-
-    def dequantize(self, rows: ByteArray, kind: KVType) -> Float32Array:
-        """Rows of blocks as rows of f32."""
-        return self.values(rows, self._type(kind.ggml_id))
-
-    def values(self, data: AnyArray, ggml_type: Any) -> Float32Array:
-        """The numbers of a tensor as the library's reader gives it, ``[..., row]``.
-
-        Raises:
-            NotImplementedError: the library cannot read that type.
-        """
-        with np.errstate(all="ignore"):
-            numbers: Float32Array = self._library.dequantize(data, ggml_type)
-        return numbers
-
-    def _type(self, ggml_id: int) -> Any:
-        return self._library.GGMLQuantizationType(ggml_id)
-
-
-@lru_cache(maxsize=1)
-def quants() -> Quants:
-    """The library's conversions.
-
-    Raises:
-        LibraryError: it is not installed.
-    """
-    return Quants(_require("gguf.quants"))
-
-
-def reader() -> Any:
-    """The library's class that reads files.
-
-    Raises:
-        LibraryError: it is not installed.
-    """
-    return _require("gguf.gguf_reader").GGUFReader
-
-
-def _require(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise LibraryError(
-            "the NumPy backend needs the package gguf: pip install 'kvcellar[numpy]'"
-        ) from error
-
 
 _OF_THE_LIBRARY = "GGUF."  # keys that it adds, for example GGUF.version
 _DAMAGE = (
@@ -166,10 +104,10 @@ class GgufTensors:
 
 
 def _open(path: Path) -> Any:
-    base: Any = reader()
+    base: Any = _require("gguf.gguf_reader").GGUFReader
 
     class BoundedReader(base):  # type: ignore[misc]
-        """Refuses to read past the end, where the library would go on with nothing."""
+        """Refuses to read past the end, where the library would return nothing."""
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -211,7 +149,7 @@ def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 class NumpyWeights:
     """Model tensors by name. Implements ``Weights[Float32Array]``.
 
-    Quantised ones are widened when first asked for, and kept so: four bytes a weight.
+    Quantised ones are widened at the first use and kept so: four bytes a weight.
     """
 
     def __init__(self, file: GgufTensors) -> None:
@@ -246,7 +184,7 @@ class NumpyWeights:
         return tuple(float(x) for x in self.vector(name, n))
 
     def close(self) -> None:
-        """Let go of the arrays and the file; closing twice is fine."""
+        """Free the arrays and unmap the file; closing twice is fine."""
         self._arrays.clear()
         self._file.close()
 
@@ -254,3 +192,51 @@ class NumpyWeights:
         stored = self._file.shape(name)
         if (1,) * (len(shape) - len(stored)) + stored != shape or 0 in shape:
             raise ModelFileError(f"tensor {name} has shape {stored}, expected {shape}")
+
+
+class Quants:
+    """Blocks of quantised values, made and read by ``gguf.quants``."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+
+    def quantize(self, rows: Float32Array, kind: KVType) -> ByteArray:
+        """Rows of f32 as rows of blocks."""
+        blocks: ByteArray = self._library.quantize(rows, self._type(kind.ggml_id))
+        return blocks
+
+    def dequantize(self, rows: ByteArray, kind: KVType) -> Float32Array:
+        """Rows of blocks as rows of f32."""
+        return self.values(rows, self._type(kind.ggml_id))
+
+    def values(self, data: AnyArray, ggml_type: Any) -> Float32Array:
+        """The numbers of a tensor as the library's reader gives it, ``[..., row]``.
+
+        Raises:
+            NotImplementedError: the library cannot read that type.
+        """
+        with np.errstate(all="ignore"):
+            numbers: Float32Array = self._library.dequantize(data, ggml_type)
+        return numbers
+
+    def _type(self, ggml_id: int) -> Any:
+        return self._library.GGMLQuantizationType(ggml_id)
+
+
+@lru_cache(maxsize=1)
+def quants() -> Quants:
+    """The library's conversions.
+
+    Raises:
+        LibraryError: it is not installed.
+    """
+    return Quants(_require("gguf.quants"))
+
+
+def _require(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise LibraryError(
+            "the NumPy backend needs the package gguf: pip install 'kvcellar[numpy]'"
+        ) from error

@@ -19,7 +19,7 @@ from kvcellar.types import ByteArray, CacheSpec, Float32Array, MemorySpec, RowFo
 class NumpyModelFile:
     """Weights become f32 arrays. Implements ``ModelFile[Float32Array]``.
 
-    NumPy decides on its threads itself: ``n_threads`` does nothing here, but is checked.
+    NumPy chooses its threads itself: ``n_threads`` is checked, and has no effect.
     """
 
     def __init__(self, path: str | Path, n_threads: int | None = None) -> None:
@@ -58,5 +58,5 @@ class NumpyModelFile:
         return OpenMemory(groups, states, NumpyExecutor(spec, groups, forward, states))
 
     def close(self) -> None:
-        """Let go of the arrays and the file; closing twice is fine."""
+        """Free the arrays and unmap the file; closing twice is fine."""
         self.weights.close()

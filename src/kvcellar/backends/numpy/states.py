@@ -61,7 +61,7 @@ class NumpyStateStore:
         self._rows.fill(0)
 
     def close(self) -> None:
-        """Let go of the buffer; closing twice is fine."""
+        """Free the buffer; closing twice is fine."""
         self._open = None
 
     def conv(self, layer: int) -> Float32Array:

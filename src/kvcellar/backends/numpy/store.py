@@ -1,11 +1,9 @@
 """K and V rows in NumPy arrays: each verb of the store in the plainest way there is.
 
-Buffers are bytes. K of a layer is ``[size, row_bytes]``; V likewise with flash attention, else it
-lies across, ``[n_embd_v, size, value_bytes]``. Every verb works on views with cells first.
+Buffers are bytes. K of a layer is ``[size, row_bytes]``; V is too with flash attention, else it is
+transposed, ``[n_embd_v, size, value_bytes]``. Every verb works on views with cells first.
 
-Rows between f32 and how they are stored.
-
-f32, f16 and bf16 are made here, blocks by the library ``gguf``, which cannot make ``iq4_nl``.
+f32, f16 and bf16 are converted here, blocks by the library ``gguf``, which cannot make ``iq4_nl``.
 """
 
 from __future__ import annotations
@@ -33,60 +31,6 @@ from kvcellar.types import (
 
 NOT_MADE = frozenset({KVType.IQ4_NL})
 """Types that rows cannot be converted to."""
-
-
-def check_made(option: str, kind: KVType) -> None:
-    """See that rows can be stored as that type.
-
-    Raises:
-        OptionError: they cannot.
-        LibraryError: they could, if the library were installed.
-    """
-    if kind in NOT_MADE:
-        raise OptionError(f"{option}={kind.label}: the NumPy backend cannot make it; use q4_0")
-    if kind.is_quantized:
-        quants()
-
-
-def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
-    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
-    n, width = rows.shape
-    source = np.ascontiguousarray(rows, dtype=np.float32)
-    if source.size == 0:
-        return np.empty((n, kind.row_bytes(width)), np.uint8)
-    with np.errstate(all="ignore"):  # what is too large becomes infinite, as in ggml
-        stored: AnyArray = source
-        if kind is KVType.F16:
-            stored = source.astype(np.float16)
-        elif kind is KVType.BF16:
-            stored = _upper_half(source)
-        elif kind.is_quantized:
-            stored = quants().quantize(source, kind)
-    return np.array(stored.view(np.uint8))
-
-
-def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
-    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
-    n, n_bytes = rows.shape
-    source = np.ascontiguousarray(rows)
-    if source.size == 0:
-        return np.empty((n, n_bytes // kind.block_bytes * kind.block_size), np.float32)
-    if kind is KVType.F32:
-        return np.array(source.view(np.float32))
-    if kind is KVType.F16:
-        return source.view(np.float16).astype(np.float32)
-    if kind is KVType.BF16:
-        return (source.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return quants().dequantize(source, kind)
-
-
-def _upper_half(rows: Float32Array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
-    """The upper 16 bits of each f32, rounded to the nearest, ties to even; NaN stays NaN."""
-    bits = rows.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(rows), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
 _BUFFER = "the K/V buffer"
 
 
@@ -148,7 +92,7 @@ class NumpyStore:
             rows[dst] = rows[src]
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate the K rows of cells by so many positions each, in every layer with RoPE.
+        """Rotate each K row of cells by its shift, in every layer with RoPE.
 
         A pure rotation: the magnitude that a key got when it was computed is not applied again.
         """
@@ -158,8 +102,8 @@ class NumpyStore:
             if layer.rope is not None:
                 keys = self.read(i, "k", cells)
                 heads = keys.reshape(len(cells), layer.n_head_kv, layer.head_dim_k)
-                turned = rotated(heads, shifts, layer.rope)
-                self._write(i, "k", cells, turned.reshape(keys.shape))
+                shifted = rotated(heads, shifts, layer.rope)
+                self._write(i, "k", cells, shifted.reshape(keys.shape))
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero the K and V rows of cells in every layer."""
@@ -172,7 +116,7 @@ class NumpyStore:
             rows.fill(0)
 
     def resize(self, size: int, src: Int64Array, dst: Int64Array) -> None:
-        """Move to new buffers of so many cells: rows of cells src lie at dst, others are zero.
+        """Move to new buffers of ``size`` cells: rows of cells src go to dst, others are zero.
 
         Raises:
             AllocationError: they cannot be had beside the old ones; the store is as it was.
@@ -184,7 +128,7 @@ class NumpyStore:
         self.spec, self._open = new.spec, new._open
 
     def close(self) -> None:
-        """Let go of the buffers; closing twice is fine."""
+        """Free the buffers; closing twice is fine."""
         self._open = None
 
     def _write(self, layer: int, part: Part, cells: Int64Array, rows: Float32Array) -> None:
@@ -218,3 +162,55 @@ def _allocate(spec: CacheSpec) -> dict[Part, list[ByteArray]]:
             for s in spec.layers
         ],
     }
+
+
+def check_made(option: str, kind: KVType) -> None:
+    """Check that rows can be stored as that type.
+
+    Raises:
+        OptionError: they cannot.
+        LibraryError: they could, if the library were installed.
+    """
+    if kind in NOT_MADE:
+        raise OptionError(f"{option}={kind.label}: the NumPy backend cannot make it; use q4_0")
+    if kind.is_quantized:
+        quants()
+
+
+def to_rows(rows: Float32Array, kind: KVType) -> ByteArray:
+    """Rows ``[n, width]`` of f32 as ``[n, row_bytes]`` of that type."""
+    n, width = rows.shape
+    source = np.ascontiguousarray(rows, dtype=np.float32)
+    if source.size == 0:
+        return np.empty((n, kind.row_bytes(width)), np.uint8)
+    with np.errstate(all="ignore"):  # what is too large becomes infinite, as in ggml
+        stored: AnyArray = source
+        if kind is KVType.F16:
+            stored = source.astype(np.float16)
+        elif kind is KVType.BF16:
+            stored = _upper_half(source)
+        elif kind.is_quantized:
+            stored = quants().quantize(source, kind)
+    return np.array(stored.view(np.uint8))
+
+
+def from_rows(rows: ByteArray, kind: KVType) -> Float32Array:
+    """Rows ``[n, row_bytes]`` of that type as ``[n, width]`` of f32."""
+    n, n_bytes = rows.shape
+    source = np.ascontiguousarray(rows)
+    if source.size == 0:
+        return np.empty((n, n_bytes // kind.block_bytes * kind.block_size), np.float32)
+    if kind is KVType.F32:
+        return np.array(source.view(np.float32))
+    if kind is KVType.F16:
+        return source.view(np.float16).astype(np.float32)
+    if kind is KVType.BF16:
+        return (source.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return quants().dequantize(source, kind)
+
+
+def _upper_half(rows: Float32Array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+    """The upper 16 bits of each f32, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = rows.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(rows), (bits >> 16) | 0x40, rounded).astype(np.uint16)

@@ -1,6 +1,6 @@
-"""From what sequences hold to a state file of llama.cpp.
+"""From the content of sequences to a state file of llama.cpp.
 
-A file of one sequence goes into one of its contexts that keeps all sequences in one stream
+A file of one sequence loads into a context of llama.cpp that keeps all sequences in one stream
 (``kv_unified``, or a context of one sequence), and so does a session.
 """
 
@@ -15,11 +15,11 @@ from kvcellar.cache.content import CellData, SequenceData, StateData, trimmed
 from kvcellar.errors import NotSupported, OptionError
 from kvcellar.snapshot.llama.layout import (
     VERSION,
-    Block,
     FileCells,
+    FileGeneration,
     FileStates,
-    Generation,
     Kind,
+    LayerRows,
     LlamaFile,
     Outputs,
     PartShape,
@@ -27,7 +27,7 @@ from kvcellar.snapshot.llama.layout import (
     file_shape,
     latent_first,
 )
-from kvcellar.snapshot.llama.to_content import lies_otherwise, transforms_alike
+from kvcellar.snapshot.llama.to_content import differs_untransformed, transforms_alike
 from kvcellar.types import Int32Array, Int64Array, KVType, MemorySpec
 
 
@@ -38,13 +38,13 @@ class Target:
     Attributes:
         kind: a sequence or a session.
         generation: how it is laid out.
-        seq_ids: what each sequence of the content is called; a sequence file has just one.
-        v_trans: whether V lies a row a channel, as in a context of llama.cpp without flash
-            attention; it takes no other.
+        seq_ids: the id of each sequence of the content; a sequence file has just one.
+        v_trans: whether V is transposed, a row a channel, as a context of llama.cpp without flash
+            attention has it and expects it.
     """
 
     kind: Kind
-    generation: Generation
+    generation: FileGeneration
     seq_ids: tuple[int, ...]
     v_trans: bool = False
 
@@ -52,7 +52,7 @@ class Target:
 def from_content(
     content: SequenceData, spec: MemorySpec, arch: str, tokens: Sequence[int], target: Target
 ) -> LlamaFile:
-    """A file of what sequences hold.
+    """Make a file of the content of sequences.
 
     Args:
         content: all that they hold, from position 0 on.
@@ -63,7 +63,7 @@ def from_content(
 
     Raises:
         NotSupported: llama.cpp had no such files.
-        OptionError: a sequence file of several sequences, a piece, quantised V across.
+        OptionError: a sequence file of several sequences, a piece, quantised V transposed.
     """
     _check(content, spec, target)
     shape = file_shape(spec, target.generation)
@@ -94,16 +94,16 @@ def _check(content: SequenceData, spec: MemorySpec, target: Target) -> None:
     for group in spec.groups:
         layers = range(len(group.layers))
         if target.v_trans and group.type_v.is_quantized:
-            raise OptionError(f"v_trans: V of type {group.type_v.label} cannot lie across")
-        if not alike and any(any(lies_otherwise(group, i)) for i in layers):
+            raise OptionError(f"v_trans: V of type {group.type_v.label} cannot be transposed")
+        if not alike and any(any(differs_untransformed(group, i)) for i in layers):
             raise NotSupported(
-                f"{group.type_k.label} K and {group.type_v.label} V lie under a transform that "
-                f"llama.cpp of {target.generation} did not have for this model: use f16"
+                f"{group.type_k.label} K and {group.type_v.label} V are stored under a transform "
+                f"that llama.cpp of {target.generation} did not have for this model: use f16"
             )
 
 
 def _part(content: SequenceData, spec: MemorySpec, shape: PartShape, target: Target) -> Stream:
-    """The cells of some groups with K and V of their layers; of none: the text without them."""
+    """Return the cells of a part with K and V of its layers; without layers, cells alone."""
     numbers = tuple(dict(shape.layers)) or (0,)
     groups = {number: content.groups[number] for number in numbers}
     if target.generation == "2026-10" and shape.layers:
@@ -121,8 +121,8 @@ def _part(content: SequenceData, spec: MemorySpec, shape: PartShape, target: Tar
     k, v = [], []
     for number, i in shape.layers:
         group, rows = spec.groups[number], groups[number].rows
-        k.append(Block(group.type_k, latent_first(rows.k[i], group.type_k, group.layers[i])))
-        v.append(Block(group.type_v, rows.v[i]))
+        k.append(LayerRows(group.type_k, latent_first(rows.k[i], group.type_k, group.layers[i])))
+        v.append(LayerRows(group.type_v, rows.v[i]))
     return Stream(cells, target.v_trans, tuple(k), tuple(v) if shape.has_v else ())
 
 
@@ -133,7 +133,7 @@ def _same_cells(first: CellData, other: CellData) -> bool:
 
 
 def _cells(positions: Int32Array, owners: Int64Array, target: Target) -> FileCells:
-    """Cells as a file lists them; one of a sequence of 2025-01 says nothing of owners."""
+    """List cells as a file does; sequence files of 2025-01 do not name owners."""
     if target.kind == "sequence" and target.generation == "2025-01":
         return _unowned(positions)
     cells, seqs = owners[:, np.lexsort(owners[::-1])]
@@ -146,7 +146,7 @@ def _unowned(positions: Int32Array) -> FileCells:
 
 
 def _states(content: StateData, spec: MemorySpec, target: Target) -> FileStates:
-    """The last state of each sequence; older ones have no place in a file."""
+    """Return the last state of each sequence; files have no older ones."""
     numbered = [(seq, held) for seq, held in enumerate(content.held) if held is not None]
     used = list(dict.fromkeys(held.state for _, held in numbered))
     ends = {held.state: int(held.positions[-1]) for _, held in numbered}
@@ -159,5 +159,5 @@ def _states(content: StateData, spec: MemorySpec, target: Target) -> FileStates:
     widths = [n for layer in spec.states.layers for n in (layer.n_conv, layer.n_ssm)]
     ends_at = np.cumsum(widths)[:-1]
     pieces = np.split(content.states[used], ends_at, axis=1)
-    blocks = [Block(KVType.F32, np.ascontiguousarray(piece).view(np.uint8)) for piece in pieces]
+    blocks = [LayerRows(KVType.F32, np.ascontiguousarray(piece).view(np.uint8)) for piece in pieces]
     return FileStates(cells, tuple(blocks[::2]), tuple(blocks[1::2]))

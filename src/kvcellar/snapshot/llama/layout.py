@@ -1,9 +1,8 @@
-"""What tells llama.cpp's files apart, and which parts a file of a model has.
+"""A state file of llama.cpp as a value, and which parts the file of a model has.
 
-A file does not say what it consists of: whether a second part follows, or whether there is V, only
-the model tells. So a file is read with the memory of the model at hand.
-
-A state file of llama.cpp as a value: what it says, before anybody asks whether it fits.
+A file does not say what it consists of: whether a second part follows, or whether there is V,
+depends on the model. So a file is read with the memory of the model at hand; the value says what
+the file says, whether or not that fits.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from kvcellar.types import (
 )
 
 Kind: TypeAlias = Literal["sequence", "session", "buffer"]
-"""One sequence in a file, a whole context in a file, or one sequence as its own bytes in memory."""
+"""A file of one sequence, a file of a whole context, or a buffer in memory of one sequence."""
 
-Generation: TypeAlias = Literal["2025-01", "2026-10"]
-"""How what follows the tokens is laid out, by a month in which llama.cpp wrote it."""
+FileGeneration: TypeAlias = Literal["2025-01", "2026-10"]
+"""The layout behind the tokens, named by a month in which llama.cpp wrote it."""
 
 MAGIC: dict[Kind, int] = {"sequence": 0x67677371, "session": 0x6767736E, "buffer": 0xAF143CD8}
-VERSION: dict[Generation, dict[Kind, int]] = {
+VERSION: dict[FileGeneration, dict[Kind, int]] = {
     "2025-01": {"sequence": 2, "session": 9},
     "2026-10": {"sequence": 3, "session": 10},
 }
 F32_ID = 0
-"""ggml's number of the type of states."""
+"""ggml's number of the type of states: f32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +59,11 @@ class FileShape:
     n_layer: int
 
 
-def file_shape(spec: MemorySpec, generation: Generation) -> FileShape:
-    """The parts that a file has for a model of that memory.
+def file_shape(spec: MemorySpec, generation: FileGeneration) -> FileShape:
+    """Return the parts that a file has for a model of that memory.
 
     Raises:
-        NotSupported: llama.cpp had no such files, or we do not know how they looked.
+        NotSupported: llama.cpp had no such files, or their layout is not known.
     """
     if generation == "2025-01":
         _require_plain(spec)
@@ -75,7 +74,7 @@ def file_shape(spec: MemorySpec, generation: Generation) -> FileShape:
 
 
 def _require_plain(spec: MemorySpec) -> None:
-    """See that a model attends in every layer and keeps V."""
+    """Raise unless a model attends in every layer and keeps V."""
     if spec.states is not None:
         raise NotSupported("states in llama.cpp's files of 2025-01: take a file of 2026-10")
     if any(layer.v_offset is not None for group in spec.groups for layer in group.layers):
@@ -85,7 +84,7 @@ def _require_plain(spec: MemorySpec) -> None:
 
 
 def _by_window(spec: MemorySpec) -> tuple[PartShape, ...]:
-    """Layers that see everything, then those with a window; the first of both may be empty."""
+    """Return layers that see everything, then those with a window; the first may be empty."""
     windows = [group.window for group in spec.groups]
     if len([window for window in windows if window]) > 1:
         raise NotSupported(f"windows of several sizes ({windows}): llama.cpp has only one")
@@ -100,13 +99,13 @@ def _by_window(spec: MemorySpec) -> tuple[PartShape, ...]:
 
 
 def latent_last(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
-    """K rows of llama.cpp as ours are: of latent attention, it has what is rotated behind."""
+    """Turn K rows of llama.cpp into ours: in latent attention it has the rotated part last."""
     n_bytes = kind.row_bytes(layer.v_offset or 0)
     return np.roll(rows, n_bytes, axis=1) if n_bytes else rows
 
 
 def latent_first(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
-    """The inverse of :func:`latent_last`."""
+    """Invert :func:`latent_last`."""
     n_bytes = kind.row_bytes(layer.v_offset or 0)
     return np.roll(rows, -n_bytes, axis=1) if n_bytes else rows
 
@@ -115,8 +114,8 @@ def latent_first(rows: ByteArray, kind: KVType, layer: LayerSpec) -> ByteArray:
 class FileCells:
     """Cells in the order of the file.
 
-    ``counts`` says how many sequences each belongs to, ``ids`` lists these, cell after cell. A file
-    of one sequence may say nothing of owners, or something that nobody minds.
+    ``counts`` has the number of owners of each, ``ids`` the owners, cell after cell. In a file of
+    one sequence they may be missing, and are ignored.
     """
 
     positions: Int32Array
@@ -134,8 +133,8 @@ class FileCells:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """The rows of one layer, one a cell, whatever way they lie in the file."""
+class LayerRows:
+    """K or V rows, or states, of one layer, one a cell, transposed in the file or not."""
 
     kind: KVType
     rows: ByteArray
@@ -143,26 +142,26 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """Cells with their K and V, layer by layer; ``v_trans``: V lies a row a channel in the file."""
+    """Cells with their K and V, layer by layer; ``v_trans``: V is transposed in the file."""
 
     cells: FileCells
     v_trans: bool = False
-    k: tuple[Block, ...] = ()
-    v: tuple[Block, ...] = ()
+    k: tuple[LayerRows, ...] = ()
+    v: tuple[LayerRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileStates:
-    """Recurrent states, one a cell: of each layer the end of its inputs, and its state proper."""
+    """Recurrent states, one a cell: the last inputs and the state proper, layer by layer."""
 
     cells: FileCells
-    conv: tuple[Block, ...]
-    ssm: tuple[Block, ...]
+    conv: tuple[LayerRows, ...]
+    ssm: tuple[LayerRows, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """What a session of 2025-01 keeps of the last batch: its rows of logits and embeddings."""
+    """What a session of 2025-01 has of the last batch: rows of logits and embeddings."""
 
     rows: Int32Array
     logits: Float32Array
@@ -176,8 +175,8 @@ class LlamaFile:
     Attributes:
         kind: what it was written as.
         generation: how it is laid out.
-        version: the number in its head; that of 2025-01 stood there longer than its layout.
-        tokens: the text that the writer named, of whichever sequence it meant.
+        version: the number in its head; that of 2025-01 outlived its layout.
+        tokens: the text that the writer named; it does not say of which sequence.
         parts: the caches of K and V, each as one or several streams.
         states: recurrent states, if the model has any.
         arch: the architecture; None where the file does not say.
@@ -186,7 +185,7 @@ class LlamaFile:
     """
 
     kind: Kind
-    generation: Generation
+    generation: FileGeneration
     version: int
     tokens: Int32Array
     parts: tuple[tuple[Stream, ...], ...]

@@ -1,15 +1,12 @@
-"""A state file of llama.cpp, bytes to value. The whole file must be accounted for.
+"""A state file of llama.cpp, bytes to value.
 
-Which generation wrote a file shows in its version; but that of 2025-01 stayed while the layout
-changed. So a file with it is read as one of 2025-01, and, if that fails anywhere, as one of today.
-No file was found that is both: where one layout has the number of streams, the other has that of
-the cells, and everything behind it shifts. If there is one, it is of 2025-01.
+Bytes are not trusted: nothing is allocated or sliced before it is known to be there, and the whole
+file must be accounted for.
 
-Reading numbers from bytes that nobody vouches for.
-
-Nothing is allocated or cut out before it is known to be there.
-
-The parts of a state file of llama.cpp: cells with K and V, and cells with states.
+The version tells which generation wrote a file; but that of 2025-01 stayed while the layout
+changed. So a file with it is read as one of 2025-01, and, if that fails anywhere, as one of
+2026-10. No file is known that is both: where one layout has the number of streams, the other has
+that of the cells, and everything behind it shifts. If there is one, it is of 2025-01.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from kvcellar.snapshot.llama.layout import (
     F32_ID,
     MAGIC,
     VERSION,
-    Block,
     FileCells,
+    FileGeneration,
     FileShape,
     FileStates,
-    Generation,
     Kind,
+    LayerRows,
     LlamaFile,
     Outputs,
     PartShape,
@@ -72,19 +69,19 @@ class Cursor:
         return self._number(_U64, what)
 
     def array(self, dtype: str, n: int, what: str) -> AnyArray:
-        """So many numbers of a NumPy type."""
+        """Take ``n`` numbers of a NumPy type."""
         taken: AnyArray = self.take(n * np.dtype(dtype).itemsize, what).copy().view(dtype)
         return taken
 
     def take(self, n: int, what: str) -> ByteArray:
-        """So many bytes, as they lie in the file."""
+        """Take ``n`` bytes, as they are in the file."""
         self.require(n <= self.n_left, f"{what} of {n} bytes, of which {self.n_left} are there")
         taken = self._bytes[self.offset : self.offset + n]
         self.offset += n
         return taken
 
     def expect(self, what: str, found: int, *allowed: int) -> None:
-        """See that the number read last is one of those."""
+        """Refuse the file unless the number read last is allowed."""
         wanted = " or ".join(map(str, allowed))
         self.require(found in allowed, f"{what} is {found}, not {wanted}")
 
@@ -103,13 +100,13 @@ _CELL_BYTES = 8
 
 
 def read_stream(cursor: Cursor, shape: PartShape, is_old: bool) -> Stream:
-    """Cells and their K and V; of an empty stream of today nothing follows its count."""
+    """Read cells and their K and V; since 2026-10 nothing follows the count of an empty stream."""
     n = _read_count(cursor)
     cells = read_cells(cursor, n)
     if n == 0 and not is_old:
         return Stream(cells)
     v_trans = cursor.u32("a flag")
-    cursor.expect("whether V lies across", v_trans, 0, 1)
+    cursor.expect("whether V is transposed", v_trans, 0, 1)
     _expect_layers(cursor, len(shape.layers))
     k = tuple(_read_rows(cursor, n, "K") for _ in shape.layers)
     read_v = _read_channels if v_trans else _read_rows
@@ -118,11 +115,11 @@ def read_stream(cursor: Cursor, shape: PartShape, is_old: bool) -> Stream:
 
 
 def read_states(cursor: Cursor, shape: FileShape) -> FileStates:
-    """Cells and their states."""
+    """Read cells and their states."""
     n = _read_count(cursor)
     cells = read_cells(cursor, n)
-    across = cursor.u32("a flag")
-    cursor.expect("whether states lie across", across, 0)
+    transposed = cursor.u32("a flag")
+    cursor.expect("whether states are transposed", transposed, 0)
     _expect_layers(cursor, shape.n_layer)
     layers = shape.states or ()
     conv = tuple(_read_state(cursor, n, layer.n_conv) for layer in layers)
@@ -130,7 +127,7 @@ def read_states(cursor: Cursor, shape: FileShape) -> FileStates:
 
 
 def read_cells(cursor: Cursor, n: int) -> FileCells:
-    """Positions and owners of so many cells."""
+    """Read positions and owners of ``n`` cells."""
     positions, counts = np.empty(n, np.int32), np.empty(n, np.int64)
     ids = []
     for i in range(n):
@@ -161,35 +158,35 @@ def _read_type(cursor: Cursor, what: str) -> KVType:
     return kinds[0]
 
 
-def _read_rows(cursor: Cursor, n: int, what: str) -> Block:
-    """Rows as they are."""
+def _read_rows(cursor: Cursor, n: int, what: str) -> LayerRows:
+    """Read rows a cell."""
     kind = _read_type(cursor, what)
     row_bytes = cursor.u64(f"bytes a row of {what}")
     cursor.require(row_bytes % kind.block_bytes == 0, f"rows of {row_bytes} bytes as {kind.label}")
-    return Block(kind, _take(cursor, n, row_bytes, what))
+    return LayerRows(kind, _take(cursor, n, row_bytes, what))
 
 
-def _read_channels(cursor: Cursor, n: int, what: str) -> Block:
-    """Rows of which a file holds first the first value of each, then the second."""
+def _read_channels(cursor: Cursor, n: int, what: str) -> LayerRows:
+    """Read transposed rows: first the first value of all rows, then the second."""
     kind = _read_type(cursor, what)
     size, width = cursor.u32("bytes a value"), cursor.u32("values a row")
-    cursor.require(not kind.is_quantized, f"{what} lies across and is {kind.label}")
+    cursor.require(not kind.is_quantized, f"{what} is transposed and {kind.label}")
     cursor.expect(f"bytes a value of {kind.label}", size, kind.block_bytes)
-    across = _take(cursor, width, n * size, what).reshape(width, n, size)
-    return Block(kind, across.transpose(1, 0, 2).reshape(n, width * size))
+    channels = _take(cursor, width, n * size, what).reshape(width, n, size)
+    return LayerRows(kind, channels.transpose(1, 0, 2).reshape(n, width * size))
 
 
-def _read_state(cursor: Cursor, n: int, width: int) -> Block:
+def _read_state(cursor: Cursor, n: int, width: int) -> LayerRows:
     kind = cursor.i32("a type of states")
     cursor.expect("the type of states", kind, F32_ID)
     row_bytes = cursor.u64("bytes a state")
     if row_bytes != 4 * width:
         raise SnapshotMismatch("bytes a state in a layer", row_bytes, 4 * width)
-    return Block(KVType.F32, _take(cursor, n, row_bytes, "states"))
+    return LayerRows(KVType.F32, _take(cursor, n, row_bytes, "states"))
 
 
 def _take(cursor: Cursor, n: int, row_bytes: int, what: str) -> ByteArray:
-    # Rows of no cell may claim any size.
+    # Without cells, rows may claim any size.
     cursor.require(row_bytes <= 2**40, f"rows of {row_bytes} bytes")
     return cursor.take(n * row_bytes, what).reshape(n, row_bytes)
 
@@ -198,12 +195,12 @@ _MAX_NAME = 256
 
 
 def read_llama_file(data: bytes, spec: MemorySpec) -> LlamaFile:
-    """What a file says, for a model of that memory.
+    """Read a file of a model of that memory.
 
     Raises:
         SnapshotFileError: it is truncated, damaged, or no state file of llama.cpp.
         SnapshotMismatch: it has another number of layers.
-        NotSupported: its model is one whose files we cannot read.
+        NotSupported: its model is one whose files cannot be read.
     """
     cursor = Cursor(data)
     kind, version = _read_head(cursor)
@@ -228,18 +225,18 @@ def _read_head(cursor: Cursor) -> tuple[Kind, int]:
     return kind, 0 if kind == "buffer" else cursor.u32("a version")
 
 
-def _candidates(kind: Kind, version: int) -> tuple[Generation, ...]:
-    """The layouts that a file may have, the likelier one first."""
+def _candidates(kind: Kind, version: int) -> tuple[FileGeneration, ...]:
+    """Return the layouts that a file may have, the likelier one first."""
     if kind == "buffer" or version == VERSION["2026-10"][kind]:
         return ("2026-10",)
     if version == VERSION["2025-01"][kind]:
         return ("2025-01", "2026-10")
-    known = " and ".join(str(VERSION[generation][kind]) for generation in get_args(Generation))
+    known = " and ".join(str(VERSION[generation][kind]) for generation in get_args(FileGeneration))
     raise SnapshotFileError(f"a {kind} file of llama.cpp of version {version}; known are {known}")
 
 
 def _read_body(
-    cursor: Cursor, kind: Kind, generation: Generation, version: int, shape: FileShape
+    cursor: Cursor, kind: Kind, generation: FileGeneration, version: int, shape: FileShape
 ) -> LlamaFile:
     seq_id = cursor.i32("a sequence id") if kind == "buffer" else 0
     tokens = np.empty(0, np.int32) if kind == "buffer" else _read_tokens(cursor)

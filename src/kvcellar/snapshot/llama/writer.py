@@ -1,4 +1,4 @@
-"""A state file of llama.cpp, value to bytes: what was read is written as it was, to the byte."""
+"""A state file of llama.cpp, value to bytes: what was read is written back to the byte."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from kvcellar.snapshot.llama.layout import (
     F32_ID,
     MAGIC,
-    Block,
     FileCells,
     FileStates,
+    LayerRows,
     LlamaFile,
     Stream,
 )
 
 
 def file_pieces(file: LlamaFile, n_layer: int) -> Iterator[bytes]:
-    """The bytes of a file, piece by piece; ``n_layer`` is how many layers the model has."""
+    """Yield the bytes of a file; ``n_layer`` is how many layers the model has."""
     is_old = file.generation == "2025-01"
     if file.kind == "buffer":
         yield struct.pack("<Ii", MAGIC["buffer"], file.seq_id)
@@ -58,7 +58,7 @@ def _stream(stream: Stream, is_old: bool) -> Iterator[bytes]:
         yield block.rows.reshape(n, width, size).transpose(1, 0, 2).tobytes()
 
 
-def _blocks(blocks: Iterable[Block]) -> Iterator[bytes]:
+def _blocks(blocks: Iterable[LayerRows]) -> Iterator[bytes]:
     for block in blocks:
         yield struct.pack("<iQ", block.kind.ggml_id, block.rows.shape[1])
         yield block.rows.tobytes()
@@ -73,7 +73,7 @@ def _states(states: FileStates, n_layer: int) -> Iterator[bytes]:
 
 
 def _cells(cells: FileCells) -> bytes:
-    """Of each cell its position, how many own it, and who."""
+    """Write the position, the number of owners and the owners, cell by cell."""
     starts = np.cumsum(cells.counts + 2) - cells.counts - 2
     words = np.empty(int(cells.counts.sum()) + 2 * len(cells), "<i4")
     is_id = np.ones(len(words), np.bool_)

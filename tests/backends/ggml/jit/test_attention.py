@@ -21,7 +21,7 @@ from kvcellar.backends.ggml.jit.attention import (
     unit_sizes,
     why_no_kernel,
 )
-from kvcellar.backends.ggml.jit.attention_item import MANY, TYPES, UNIT
+from kvcellar.backends.ggml.jit.attention_shape import MANY, TYPES, UNIT
 from kvcellar.backends.ggml.jit.compiler import ENV, Processor, why_not
 from kvcellar.backends.ggml.store import from_rows, to_rows
 from kvcellar.errors import AllocationError, NotSupported
@@ -337,11 +337,11 @@ def test_memory_to_work_on_that_cannot_be_had_is_named(
     """And the kernel works on once it can be."""
     bench, reserve = Bench(ragged(300, 20), 2, 3, 32), AttentionKernel._reserve
 
-    def poor(kernel: AttentionKernel, field: str, n: int) -> AnyArray:
+    def poor(kernel: AttentionKernel, field: str, n: int) -> None:
         with monkeypatch.context() as patch:
             if field == refused:
                 patch.setattr(memory, "available_bytes", lambda: 0)
-            return reserve(kernel, field, n)
+            reserve(kernel, field, n)
 
     with monkeypatch.context() as patch:
         patch.setattr(AttentionKernel, "_reserve", poor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ def test_a_model_does_without(shared: Path, reason: str) -> None:
             assert len(context.sequence([1, 2, 3])) == 3
         with pytest.raises(OptionError, match=f"kernel=True: .*{reason}"):
             model.context(n_ctx=64, kernel=True)
+
+
+def test_importing_the_backend_loads_no_llvmlite() -> None:
+    code = "import sys, kvcellar.backends.ggml.model_file; print('llvmlite' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
 
 
 def test_without_llvmlite_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

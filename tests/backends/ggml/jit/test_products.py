@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.jit import product as products
 from kvcellar.backends.ggml.jit.compiler import ENV, has_byte_products
-from kvcellar.backends.ggml.jit.lanes import FORMATS, LARGEST, RECORD, TINY, VALUES
 from kvcellar.backends.ggml.jit.product import Products, why_no_products
+from kvcellar.backends.ggml.jit.product_formats import FORMATS, LARGEST, RECORD, TINY, VALUES
 from kvcellar.types import AnyArray, Float32Array, KVType
 from tests.backends.ggml.jit.weights import random_rows
 from tests.backends.helpers import tensor_over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcellar.backends.ggml.jit.lanes import Format
+from kvcellar.backends.ggml.jit.product_formats import Format
 from kvcellar.types import AnyArray
 
 

@@ -1,7 +1,7 @@
-"""Attention over lists of cells: what a compiled kernel is fed with.
+"""Calling the attention kernel: which caches it can read, its lists and its memory.
 
-One instance serves all graphs of an executor. Lists, scratch memory and counters lie here and not
-in graphs, so that a graph depends on nothing that grows with a sequence; each node finds them
+One instance serves all graphs of an executor. Lists, scratch memory and counters are kept here and
+not in graphs, so that a graph depends on nothing that grows with a sequence; each node finds them
 through its task. Nodes run one after the other, so all may share them. The counters are zero
 whenever no node runs.
 """
@@ -9,11 +9,12 @@ whenever no node runs.
 from __future__ import annotations
 
 import ctypes as c
+from functools import cache
 
 import numpy as np
 
-from kvcellar.backends.ggml.jit.attention_item import MANY, PREFETCHED, TYPES, UNIT, KernelShape
-from kvcellar.backends.ggml.jit.compiler import Compiled, compile_attention, processor, why_not
+from kvcellar.backends.ggml.jit.attention_shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
+from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, processor, why_not
 from kvcellar.backends.memory import scratch
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
@@ -31,7 +32,7 @@ MAX_HEAD = 512
 
 
 class Work(c.Structure):
-    """Where the kernel finds lists and memory; ``code.WORK``."""
+    """Where the kernel finds lists and memory; ``attention_code.WORK``."""
 
     _fields_ = (
         ("cells", c.c_void_p),  # i32, of all lists
@@ -47,8 +48,12 @@ class Work(c.Structure):
     )
 
 
+_PER_TOKEN = ("starts", "ends", "units", "first_unit", "tokens")
+"""The fields that each plan sets."""
+
+
 class Task(c.Structure):
-    """The user data of a node; ``code.TASK``."""
+    """The user data of a node; ``attention_code.TASK``."""
 
     _fields_ = (("work", c.POINTER(Work)), ("scale", c.c_float), ("softcap", c.c_float))
 
@@ -93,14 +98,15 @@ class AttentionKernel:
         self._n_threads = n_threads
         self._work = Work()
         self._tasks: dict[tuple[float, float], Task] = {}
-        self._shapes: dict[KernelShape, int] = {}  # with their largest n_head_kv
+        self._item_floats = self._partial_floats = 0  # the most that any kernel needs
+        self._score_rows = self._n_head_kv = 0
         self._kept: dict[int, Compiled] = {}  # by address; graphs have nothing but addresses
         self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
 
     def function(
         self, layer: int, n_head: int, *, softcap: bool = False, sinks: bool = False
     ) -> int:
-        """The address of the kernel for a layer with so many query heads.
+        """The address of the kernel for a layer with ``n_head`` query heads.
 
         It reads q, K, V and, if there are any, sinks as f32: the sources of its node.
         """
@@ -113,8 +119,11 @@ class AttentionKernel:
         sizes = (spec.head_dim_k, spec.head_dim_v, group, lanes, native.registers)
         types = (self._spec.type_k, self._spec.type_v)
         shape = KernelShape(*sizes, *types, softcap=softcap, sinks=sinks)
-        self._shapes[shape] = max(self._shapes.get(shape, 0), spec.n_head_kv)
-        compiled = compile_attention(shape)
+        self._n_head_kv = max(self._n_head_kv, spec.n_head_kv)
+        self._score_rows = max(self._score_rows, n_head)
+        self._partial_floats = max(self._partial_floats, shape.partial_floats)
+        self._item_floats = max(self._item_floats, spec.n_head_kv * shape.item_floats)
+        compiled = _compile(shape)
         self._kept[compiled.address] = compiled
         return compiled.address
 
@@ -125,40 +134,41 @@ class AttentionKernel:
         return c.addressof(task)
 
     def load(self, lists: CellLists) -> None:
-        """Let the next graph that is computed read these lists.
+        """Set the lists that the next graph reads.
 
         Raises:
             AllocationError: the memory that they take to work on cannot be had.
         """
+        n_tokens, n_cells = len(lists.ends), len(lists.cells)
         lengths = lists.ends - lists.starts
         units = unit_sizes(lengths)
         n_units_each = -(-lengths // units)
-        first_unit = np.zeros(len(lengths) + 1, np.int32)
+        first_unit = np.zeros(n_tokens + 1, np.int32)
         np.cumsum(n_units_each, out=first_unit[1:])
-        n_cells, n_units = len(lists.cells), int(first_unit[-1])
-        cells = self._reserve("cells", n_cells + PREFETCHED)
+        n_units = int(first_unit[-1])
+        thread_floats = self._partial_floats + self._score_rows * int(units.max())
+        self._work.thread_bytes = 4 * thread_floats
+        sizes = {
+            "cells": n_cells + PREFETCHED,
+            "items": n_units * self._item_floats,
+            "counters": n_tokens * self._n_head_kv,
+            "threads": self._n_threads * thread_floats,
+        }
+        for field, n in sizes.items():
+            if field not in self._arrays or self._arrays[field].size < n:
+                self._reserve(field, n)
+        cells = self._arrays["cells"]
         cells[:n_cells] = lists.cells
         cells[n_cells : n_cells + PREFETCHED] = 0
-        self._point_to("starts", lists.starts)
-        self._point_to("ends", lists.ends)
-        self._point_to("units", units)
-        self._point_to("first_unit", first_unit)
-        self._point_to("tokens", np.repeat(np.arange(len(units), dtype=np.int32), n_units_each))
-        shapes, largest = self._shapes.items(), int(units.max())
-        self._reserve("items", n_units * max(n * shape.item_floats for shape, n in shapes))
-        self._reserve("counters", len(units) * max(self._shapes.values()))
-        self._work.thread_bytes = max(shape.thread_bytes(n, largest) for shape, n in shapes)
-        self._reserve("threads", self._n_threads * self._work.thread_bytes // 4)
+        tokens = np.repeat(np.arange(n_tokens, dtype=np.int32), n_units_each)
+        own = (lists.starts, lists.ends, units, first_unit, tokens)
+        for field, array in zip(_PER_TOKEN, own, strict=True):
+            self._arrays[field] = array
+            setattr(self._work, field, array.ctypes.data)
 
-    def _reserve(self, field: str, n: int) -> AnyArray:
-        """At least n values of four bytes for a field; zeros when new."""
-        array = self._arrays.get(field)
-        if array is None or array.size < n:
-            array = scratch(BUFFER, 2 * n, np.int32)
-            self._point_to(field, array)
-        return array
-
-    def _point_to(self, field: str, array: AnyArray) -> None:
+    def _reserve(self, field: str, n: int) -> None:
+        """Allocate zeros for a field, at least n values of four bytes."""
+        array = scratch(BUFFER, 2 * n, np.int32)
         self._arrays[field] = array
         setattr(self._work, field, array.ctypes.data)
 
@@ -174,3 +184,10 @@ def unit_sizes(lengths: Int32Array) -> Int32Array:
     while (long := lengths > most * sizes).any():
         sizes[long] *= 2
     return sizes
+
+
+@cache  # each kernel keeps its own: two threads may compile the same, and one result is dropped
+def _compile(shape: KernelShape) -> Compiled:
+    from kvcellar.backends.ggml.jit.attention_code import FUNCTION, kernel_ir
+
+    return compile_ir(str(shape), lambda triple: kernel_ir(shape, triple), FUNCTION)

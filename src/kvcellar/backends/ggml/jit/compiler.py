@@ -11,11 +11,9 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from kvcellar.backends.ggml.jit.attention_item import KernelShape
 
 ENV = "KVCELLAR_KERNEL"
 OLDEST = (0, 44)
@@ -105,14 +103,6 @@ def has_byte_products() -> bool:
         return False
     has = llvm.get_host_cpu_features()
     return all(has.get(name) for name in ("avx512f", "avx512vl", "avx512bw", "avx512vnni"))
-
-
-@cache  # whoever uses it keeps it: two threads may compile the same, and one result goes
-def compile_attention(shape: KernelShape) -> Compiled:
-    """The attention kernel of a shape, as machine code."""
-    from kvcellar.backends.ggml.jit.attention_code import FUNCTION, kernel_ir
-
-    return compile_ir(str(shape), lambda triple: kernel_ir(shape, triple), FUNCTION)
 
 
 def compile_ir(title: str, text: Callable[[str], str], function: str) -> Compiled:

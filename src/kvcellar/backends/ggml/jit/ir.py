@@ -1,6 +1,6 @@
-"""A little language of vectors and loops on top of llvmlite's IR builder.
+"""Vectors and loops on top of llvmlite's IR builder.
 
-Values are SSA values: a loop carries what changes from turn to turn. Floats are f32; half rows are
+Values are SSA values: a loop carries what changes between iterations. Floats are f32; half rows are
 widened where they are loaded. Sums are in a fixed order, so that results repeat bit for bit.
 """
 
@@ -11,6 +11,8 @@ from math import e, log, log2
 from typing import Any
 
 from llvmlite import ir
+
+from kvcellar.backends.ggml.binding import Tensor
 
 BYTE, HALF, F32, I32, I64 = (
     ir.IntType(8),
@@ -23,12 +25,20 @@ POINTER = ir.PointerType()
 _EXP2 = [log(2.0) ** 6 / 720, log(2.0) ** 5 / 120, log(2.0) ** 4 / 24]
 _EXP2 += [log(2.0) ** 3 / 6, log(2.0) ** 2 / 2, log(2.0), 1.0]
 _TANH = [62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0]
-_SMALL = 0.25  # below it so many terms of the series of tanh are exact to half a bit
+_SMALL = 0.25  # below it these terms of the series of tanh are exact to half a bit
 _LINE = 64  # bytes that memory is read in
 _SMALLEST = -126.0  # the exponent of the smallest normal f32
 
 Value = Any  # an ir.Value; llvmlite has no types
 Labels = list[int]
+
+
+def custom_op(module_name: str, name: str, triple: str) -> ir.Function:
+    """An empty ``ggml_custom_op_t`` in a module of its own: ``(dst, ith, nth, task)``."""
+    module = ir.Module(module_name)
+    module.triple = triple
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, POINTER])
+    return ir.Function(module, kind, name)
 
 
 class Vectors:
@@ -44,7 +54,7 @@ class Vectors:
     # -- scalars and memory
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
-        """The address so many bytes further."""
+        """The address ``offset`` bytes further."""
         return self.b.gep(pointer, [self.i64(offset)], source_etype=BYTE)
 
     def i64(self, value: Value | int) -> Value:
@@ -223,6 +233,15 @@ class Vectors:
         module = self.b.module
         function = module.globals.get(full) or ir.Function(module, kind, full)
         return self.b.call(function, args)
+
+
+class Operand:
+    """The fields of a ``ggml_tensor`` that are used, loaded once."""
+
+    def __init__(self, x: Vectors, address: Value, n_dims: int) -> None:
+        self.data = x.scalar(POINTER, address, Tensor.data.offset)
+        self.ne = [x.scalar(I64, address, Tensor.ne.offset + 8 * i) for i in range(n_dims)]
+        self.nb = [x.scalar(I64, address, Tensor.nb.offset + 8 * i) for i in range(n_dims)]
 
 
 def _halves(lanes: int, size: int, start: int) -> Labels:

@@ -1,7 +1,7 @@
-"""Which products our own code computes, and what it works with.
+"""Calling compiled products: which ones are ours, their code and scratch memory.
 
-One instance serves all graphs of an executor. Scratch memory lies here and not in graphs; nodes
-find it through their task, and run one after the other, so all may share it.
+One instance serves all graphs of an executor. Scratch memory is kept here and not in graphs;
+nodes find it through their task, and run one after the other, so all may share it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, has_byte_products, why_not
-from kvcellar.backends.ggml.jit.lanes import FORMATS, LANES, MOST, VALUES, unpacked_bytes
+from kvcellar.backends.ggml.jit.product_formats import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 from kvcellar.backends.memory import scratch
 
 _BUFFER = "products of weights"
@@ -59,7 +59,7 @@ class Products:
         return self._keep(_compile_quantise())
 
     def multiply(self, weight: Tensor, n_tokens: int) -> int:
-        """The address of the product of such weights with the records of so many tokens."""
+        """The address of the product of such weights with the records of ``n_tokens``."""
         self._reserve(weight.ne[0])
         return self._keep(_compile_product(weight.type, n_tokens if n_tokens <= MOST else 0))
 
@@ -69,11 +69,11 @@ class Products:
         return c.addressof(self._task)
 
     def _keep(self, made: Compiled) -> int:
-        """Have it live as long as this, whatever happens to what the cache holds."""
+        """Keep code alive as long as this object, even if the cache of compiled code drops it."""
         return self._kept.setdefault(made.address, made).address
 
     def _reserve(self, n_in: int) -> None:
-        """Scratch memory for rows of so many values."""
+        """Allocate scratch memory for rows of ``n_in`` values."""
         n_bytes = unpacked_bytes(n_in)
         if n_bytes > self._task.thread_bytes:
             self._memory = scratch(_BUFFER, n_bytes * self._n_threads + _LINE, np.uint8)

@@ -1,23 +1,14 @@
 """Products of quantised weights and activations as LLVM IR: 16 rows of weights at a time.
 
-Activations become two bytes each first (``records.py``), with a scale a block of 32 values. A
-lane is a row of weights: four consecutive values of 16 rows meet the same four values of a token,
-their high bytes and, apart from them, their low ones.
+First activations become records (:func:`quantise_ir`): two bytes a value, and a scale a block of 32
+values. Then a lane is a row of weights (:func:`product_ir`): four consecutive values of 16 rows
+meet the same four values of a token, their high bytes and, apart from them, their low ones.
 
 1. Activations keep 15 bits, where ggml's have 7: 3e-5 of a product is lost in place of 9e-3.
 2. A token's results do not depend on which tokens are computed beside it, nor on threads: sums
    are in one order, whatever the number of tokens.
 3. What is not finite stays so.
 4. No byte is read outside of the rows.
-
-The frame of a ``ggml_custom_op_t`` as LLVM IR: operands, and a thread's share of the work.
-
-Reading blocks of weights as LLVM IR: the same 32 values of 16 rows as bytes, with their scales.
-
-Types with K in their name put eight blocks together, with 6-bit or 8-bit scales of their own and
-one for all.
-
-Activations as records: two bytes a value, and a scale a block of 32.
 """
 
 from __future__ import annotations
@@ -30,11 +21,10 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from kvcellar.backends.ggml.binding import Tensor
-from kvcellar.backends.ggml.jit.ir import F32, I32, I64, POINTER, Value
-from kvcellar.backends.ggml.jit.lanes import (
-    FLOATS,
+from kvcellar.backends.ggml.jit.ir import F32, I32, I64, POINTER, Operand, Value, custom_op
+from kvcellar.backends.ggml.jit.lanes import FLOATS, INTS, Lanes
+from kvcellar.backends.ggml.jit.product_formats import (
     HIGH,
-    INTS,
     LANES,
     LARGEST,
     LESS,
@@ -44,172 +34,41 @@ from kvcellar.backends.ggml.jit.lanes import (
     TINY,
     VALUES,
     Format,
-    Lanes,
     unpacked_bytes,
 )
 
 FUNCTION = "run"
+AHEAD = 2**14
+"""Bytes between the end of 16 rows and what is asked for meanwhile; measured."""
+_WORDS = VALUES // 4
 
 
-class Operand:
-    """The fields of a ``ggml_tensor`` that are used, loaded once."""
+def product_ir(form: Format, tokens: int, triple: str) -> str:
+    """``[n, n_out]`` from weights and records; a ``ggml_custom_op_t``.
 
-    def __init__(self, x: Lanes, address: Value) -> None:
-        self.data = x.scalar(POINTER, address, Tensor.data.offset)
-        self.ne = [x.scalar(I64, address, Tensor.ne.offset + 8 * i) for i in range(2)]
-        self.nb = [x.scalar(I64, address, Tensor.nb.offset + 8 * i) for i in range(2)]
-
-
-class Call:
-    """What a ``ggml_custom_op_t`` is called with."""
-
-    def __init__(self, x: Lanes, function: ir.Function) -> None:
-        self.x = x
-        self._dst, ith, nth, self._task = function.args
-        self.ith, self.nth = x.i64(ith), x.i64(nth)
-        self.dst = Operand(x, self._dst)
-
-    def source(self, i: int) -> Operand:
-        """A source of the node."""
-        return Operand(self.x, self.x.scalar(POINTER, self._dst, Tensor.src.offset + 8 * i))
-
-    def scratch(self) -> Value:
-        """The thread's own memory."""
-        x, b = self.x, self.x.b
-        start, size = x.scalar(POINTER, self._task), x.scalar(I64, self._task, 8)
-        return x.at(start, b.mul(self.ith, size))
-
-    def share(self, total: Value, body: Callable[[Value], None]) -> None:
-        """Run the body for this thread's equal share of the numbers below total, and return."""
-        b = self.x.b
-        first = b.sdiv(b.mul(self.ith, total), self.nth)
-        last = b.sdiv(b.mul(b.add(self.ith, I64(1)), total), self.nth)
-
-        def each(i: Value, _: list[Value]) -> list[Value]:
-            body(b.add(first, i))
-            return []
-
-        with b.if_then(b.icmp_signed("<", first, last)):
-            self.x.loop(b.sub(last, first), [], each)
-        b.ret_void()
-
-
-def begin(triple: str) -> tuple[ir.Function, Lanes]:
-    """An empty function, and what emits into it."""
-    module = ir.Module("product")
-    module.triple = triple
-    kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, POINTER])
-    made = ir.Function(module, kind, FUNCTION)
-    return made, Lanes(ir.IRBuilder(made.append_basic_block("entry")))
-
-
-class Block(NamedTuple):
-    """A block of 16 rows.
-
-    Attributes:
-        words: its values without sign, four a lane.
-        scale: that of each row; of the first half where each half has one.
-        other: the second half's scale, or the minimum.
+    Args:
+        form: the type of the weights.
+        tokens: that n is this, at most :data:`MOST`; any number when 0.
+        triple: for which machine.
     """
+    function, x = begin(triple)
+    b, task = x.b, Call(x, function)
+    rows, records = task.source(0), task.source(1)
+    kernel = _Product(x, form, b.sdiv(rows.ne[0], I64(VALUES)), rows.nb[1], records.nb[1])
 
-    words: list[Value]
-    scale: Value
-    other: Value
+    def tile(i: Value) -> None:
+        first = b.mul(i, I64(LANES))
+        weights = x.at(rows.data, b.mul(first, rows.nb[1]))
+        out = x.at(task.dst.data, b.mul(first, I64(4)))
+        if tokens:
+            kernel.directly(weights, records.data, out, task.dst.nb[1], tokens)
+        else:
+            scratch = task.scratch()
+            kernel.unpack(weights, scratch)
+            kernel.many(scratch, records, out, task.dst.nb[1])
 
-
-Reader = Callable[[Lanes, Format, Sequence[Value], Value], Iterator[Block]]
-"""From where the rows' (super)blocks lie, and which blocks of them are wanted, an i64."""
-
-
-def read_blocks(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Iterator[Block]:
-    """As many blocks as are read together, as they lie in the file."""
-    return _READERS.get(form.name, _plain)(x, form, places, which)
-
-
-def _plain(x: Lanes, form: Format, places: Sequence[Value], _: Value) -> Iterator[Block]:
-    scale, least = x.pairs(places) if form.has_min else (x.halves(places), x.constant(0.0))
-    words = _sixteens(x, places, form.values_at, VALUES * form.bits // 8)
-    if form.bits == 8:
-        yield Block([x.b.xor(w, x.ints(-0x7F7F7F80)) for w in words], scale, least)
-        return
-    found = [x.part(w, shift, 0x0F) for shift in (0, 4) for w in words]
-    if form.fifth_at is not None:
-        bits = x.words(_further(x, places, form.fifth_at))
-        fifths = (x.fifths(x.b.lshr(bits, x.ints(4 * i))) for i in range(len(found)))
-        found = [x.b.or_(*each) for each in zip(found, fifths, strict=True)]
-    yield Block(found, scale, least)
-
-
-def _q4_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
-    """Four blocks: the low halves of 32 bytes are one, the high ones the next."""
-    b, kind = x.b, half.type
-    chunks = _further(x, places, b.mul(half, kind(64)))
-    head = x.turn(places)
-    fifths: list[Value] = []
-    if form.fifth_at is not None:
-        by = x.splat_int(b.trunc(b.mul(half, kind(4)), I32))
-        fifths = [b.lshr(w, by) for w in _sixteens(x, places, form.fifth_at, VALUES)]
-    words: list[Value] = []
-    for i in range(4):
-        if i % 2 == 0:
-            words = _sixteens(x, chunks, form.values_at + VALUES * (i // 2), VALUES)
-        found = [x.part(w, 4 * (i % 2), 0x0F) for w in words]
-        if fifths:
-            upper = (b.shl(x.part(w, i, 1), x.ints(4)) for w in fifths)
-            found = [b.or_(*each) for each in zip(found, upper, strict=True)]
-        yield Block(found, *_k_scales(x, head, half, i))
-
-
-def _k_scales(x: Lanes, head: Sequence[Value], half: Value, i: int) -> tuple[Value, Value]:
-    """Scale and minimum of q4_K and q5_K: 6 bits each, the upper ones of the last four apart."""
-    b = x.b
-    both, *packed = head
-    scales, minimums, mixed = (b.and_(b.lshr(p, x.ints(8 * i)), x.ints(0xFF)) for p in packed)
-
-    def upper(value: Value) -> Value:
-        return b.shl(b.lshr(value, x.ints(6)), x.ints(4))
-
-    late = b.icmp_signed("!=", half, half.type(0))
-    late_scale = b.or_(b.and_(mixed, x.ints(0x0F)), upper(scales))
-    late_min = b.or_(b.lshr(mixed, x.ints(4)), upper(minimums))
-    scale = b.select(late, late_scale, b.and_(scales, x.ints(63)))
-    least = b.select(late, late_min, b.and_(minimums, x.ints(63)))
-    d, d_min = x.two_halves(both)
-    minus = b.fneg(b.fmul(d_min, b.sitofp(least, FLOATS)))
-    return b.fmul(d, b.sitofp(scale, FLOATS)), minus
-
-
-def _q6_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
-    """Four blocks have their lower bits in halves of 64 bytes, the upper ones in pairs of 32."""
-    b, kind = x.b, half.type
-    low = _sixteens(x, _further(x, places, b.mul(half, kind(64))), 0, 2 * VALUES)
-    high = _sixteens(x, _further(x, places, b.mul(half, kind(VALUES))), 128, VALUES)
-    d = x.halves(_further(x, places, form.scale_at))
-    eighths, late = x.turn(_further(x, places, 192)), b.icmp_signed("!=", half, kind(0))
-    scales = [b.select(late, *each) for each in zip(eighths[2:], eighths[:2], strict=True)]
-    for i in range(4):
-        odd = len(high) * (i % 2)
-        lower = [x.part(w, 4 * (i // 2), 0x0F) for w in low[odd : odd + len(high)]]
-        upper = (b.shl(x.part(w, 2 * i, 3), x.ints(4)) for w in high)
-        words = [b.or_(*each) for each in zip(lower, upper, strict=True)]
-        first = 2 * (i % 2)
-        own = [x.signed_byte(scales[i // 2], first + j) for j in range(2)]
-        yield Block(words, *(b.fmul(d, scale) for scale in own))
-
-
-def _further(x: Lanes, places: Sequence[Value], offset: Value | int) -> list[Value]:
-    return [x.at(place, offset) for place in places]
-
-
-def _sixteens(x: Lanes, places: Sequence[Value], start: int, n_bytes: int) -> list[Value]:
-    """So many bytes of each row, four a lane."""
-    words = []
-    for i in range(start, start + n_bytes, 16):
-        words += x.turn(_further(x, places, i))
-    return words
-
-
-_READERS: Mapping[str, Reader] = MappingProxyType({"q4_K": _q4_k, "q5_K": _q4_k, "q6_K": _q6_k})
+    task.share(b.sdiv(rows.ne[1], I64(LANES)), tile)
+    return str(function.module)
 
 
 def quantise_ir(triple: str) -> str:
@@ -259,37 +118,18 @@ def _quantise(x: Lanes, come: Value, go: Value) -> None:
         x.store(x.bytes(part), go, LOW + i * LANES)
 
 
-AHEAD = 2**14
-"""Bytes between the end of 16 rows and what is asked for meanwhile; measured."""
-_WORDS = VALUES // 4
+class Block(NamedTuple):
+    """A block of 16 rows.
 
-
-def product_ir(form: Format, tokens: int, triple: str) -> str:
-    """``[n, n_out]`` from weights and records; a ``ggml_custom_op_t``.
-
-    Args:
-        form: the type of the weights.
-        tokens: that n is this, at most :data:`MOST`; any number when 0.
-        triple: for which machine.
+    Attributes:
+        words: its values without sign, four a lane.
+        scale: that of each row; of the first half where each half has one.
+        other: the second half's scale, or the minimum.
     """
-    function, x = begin(triple)
-    b, task = x.b, Call(x, function)
-    rows, records = task.source(0), task.source(1)
-    kernel = _Product(x, form, b.sdiv(rows.ne[0], I64(VALUES)), rows.nb[1], records.nb[1])
 
-    def tile(i: Value) -> None:
-        first = b.mul(i, I64(LANES))
-        weights = x.at(rows.data, b.mul(first, rows.nb[1]))
-        out = x.at(task.dst.data, b.mul(first, I64(4)))
-        if tokens:
-            kernel.directly(weights, records.data, out, task.dst.nb[1], tokens)
-        else:
-            scratch = task.scratch()
-            kernel.unpack(weights, scratch)
-            kernel.many(scratch, records, out, task.dst.nb[1])
-
-    task.share(b.sdiv(rows.ne[1], I64(LANES)), tile)
-    return str(function.module)
+    words: list[Value]
+    scale: Value
+    other: Value
 
 
 Blocks = Callable[[Value], Iterator[Block]]
@@ -424,3 +264,139 @@ class _Product:
     def _scaled(self, total: Value, dot: Value, at: Value, scale: Value) -> Value:
         product = self.b.fmul(self.b.sitofp(dot, FLOATS), scale)
         return self.x.fma(product, self.x.splat(self.x.scalar(F32, at)), total)
+
+
+Reader = Callable[[Lanes, Format, Sequence[Value], Value], Iterator[Block]]
+"""From where the rows' (super)blocks lie, and which blocks of them are wanted, an i64."""
+
+
+def read_blocks(x: Lanes, form: Format, places: Sequence[Value], which: Value) -> Iterator[Block]:
+    """As many blocks as are read together, as they lie in the file."""
+    return _READERS.get(form.name, _plain)(x, form, places, which)
+
+
+def _plain(x: Lanes, form: Format, places: Sequence[Value], _: Value) -> Iterator[Block]:
+    scale, least = x.pairs(places) if form.has_min else (x.halves(places), x.constant(0.0))
+    words = _sixteens(x, places, form.values_at, VALUES * form.bits // 8)
+    if form.bits == 8:
+        yield Block([x.b.xor(w, x.ints(-0x7F7F7F80)) for w in words], scale, least)
+        return
+    found = [x.part(w, shift, 0x0F) for shift in (0, 4) for w in words]
+    if form.fifth_at is not None:
+        bits = x.words(_further(x, places, form.fifth_at))
+        fifths = (x.fifths(x.b.lshr(bits, x.ints(4 * i))) for i in range(len(found)))
+        found = [x.b.or_(*each) for each in zip(found, fifths, strict=True)]
+    yield Block(found, scale, least)
+
+
+def _q4_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
+    """Four blocks: the low halves of 32 bytes are one, the high ones the next."""
+    b, kind = x.b, half.type
+    chunks = _further(x, places, b.mul(half, kind(64)))
+    head = x.turn(places)
+    fifths: list[Value] = []
+    if form.fifth_at is not None:
+        by = x.splat_int(b.trunc(b.mul(half, kind(4)), I32))
+        fifths = [b.lshr(w, by) for w in _sixteens(x, places, form.fifth_at, VALUES)]
+    words: list[Value] = []
+    for i in range(4):
+        if i % 2 == 0:
+            words = _sixteens(x, chunks, form.values_at + VALUES * (i // 2), VALUES)
+        found = [x.part(w, 4 * (i % 2), 0x0F) for w in words]
+        if fifths:
+            upper = (b.shl(x.part(w, i, 1), x.ints(4)) for w in fifths)
+            found = [b.or_(*each) for each in zip(found, upper, strict=True)]
+        yield Block(found, *_k_scales(x, head, half, i))
+
+
+def _k_scales(x: Lanes, head: Sequence[Value], half: Value, i: int) -> tuple[Value, Value]:
+    """Scale and minimum of q4_K and q5_K: 6 bits each, the upper ones of the last four apart."""
+    b = x.b
+    both, *packed = head
+    scales, minimums, mixed = (b.and_(b.lshr(p, x.ints(8 * i)), x.ints(0xFF)) for p in packed)
+
+    def upper(value: Value) -> Value:
+        return b.shl(b.lshr(value, x.ints(6)), x.ints(4))
+
+    late = b.icmp_signed("!=", half, half.type(0))
+    late_scale = b.or_(b.and_(mixed, x.ints(0x0F)), upper(scales))
+    late_min = b.or_(b.lshr(mixed, x.ints(4)), upper(minimums))
+    scale = b.select(late, late_scale, b.and_(scales, x.ints(63)))
+    least = b.select(late, late_min, b.and_(minimums, x.ints(63)))
+    d, d_min = x.two_halves(both)
+    minus = b.fneg(b.fmul(d_min, b.sitofp(least, FLOATS)))
+    return b.fmul(d, b.sitofp(scale, FLOATS)), minus
+
+
+def _q6_k(x: Lanes, form: Format, places: Sequence[Value], half: Value) -> Iterator[Block]:
+    """Four blocks have their lower bits in halves of 64 bytes, the upper ones in pairs of 32."""
+    b, kind = x.b, half.type
+    low = _sixteens(x, _further(x, places, b.mul(half, kind(64))), 0, 2 * VALUES)
+    high = _sixteens(x, _further(x, places, b.mul(half, kind(VALUES))), 128, VALUES)
+    d = x.halves(_further(x, places, form.scale_at))
+    eighths, late = x.turn(_further(x, places, 192)), b.icmp_signed("!=", half, kind(0))
+    scales = [b.select(late, *each) for each in zip(eighths[2:], eighths[:2], strict=True)]
+    for i in range(4):
+        odd = len(high) * (i % 2)
+        lower = [x.part(w, 4 * (i // 2), 0x0F) for w in low[odd : odd + len(high)]]
+        upper = (b.shl(x.part(w, 2 * i, 3), x.ints(4)) for w in high)
+        words = [b.or_(*each) for each in zip(lower, upper, strict=True)]
+        first = 2 * (i % 2)
+        own = [x.signed_byte(scales[i // 2], first + j) for j in range(2)]
+        yield Block(words, *(b.fmul(d, scale) for scale in own))
+
+
+def _further(x: Lanes, places: Sequence[Value], offset: Value | int) -> list[Value]:
+    return [x.at(place, offset) for place in places]
+
+
+def _sixteens(x: Lanes, places: Sequence[Value], start: int, n_bytes: int) -> list[Value]:
+    """``n_bytes`` of each row, four a lane."""
+    words = []
+    for i in range(start, start + n_bytes, 16):
+        words += x.turn(_further(x, places, i))
+    return words
+
+
+_READERS: Mapping[str, Reader] = MappingProxyType({"q4_K": _q4_k, "q5_K": _q4_k, "q6_K": _q6_k})
+
+
+class Call:
+    """What a ``ggml_custom_op_t`` is called with."""
+
+    def __init__(self, x: Lanes, function: ir.Function) -> None:
+        self.x = x
+        self._dst, ith, nth, self._task = function.args
+        self.ith, self.nth = x.i64(ith), x.i64(nth)
+        self.dst = Operand(x, self._dst, 2)
+
+    def source(self, i: int) -> Operand:
+        """A source of the node."""
+        address = self.x.scalar(POINTER, self._dst, Tensor.src.offset + 8 * i)
+        return Operand(self.x, address, 2)
+
+    def scratch(self) -> Value:
+        """The thread's own memory."""
+        x, b = self.x, self.x.b
+        start, size = x.scalar(POINTER, self._task), x.scalar(I64, self._task, 8)
+        return x.at(start, b.mul(self.ith, size))
+
+    def share(self, total: Value, body: Callable[[Value], None]) -> None:
+        """Run the body for this thread's equal share of the numbers below total, and return."""
+        b = self.x.b
+        first = b.sdiv(b.mul(self.ith, total), self.nth)
+        last = b.sdiv(b.mul(b.add(self.ith, I64(1)), total), self.nth)
+
+        def each(i: Value, _: list[Value]) -> list[Value]:
+            body(b.add(first, i))
+            return []
+
+        with b.if_then(b.icmp_signed("<", first, last)):
+            self.x.loop(b.sub(last, first), [], each)
+        b.ret_void()
+
+
+def begin(triple: str) -> tuple[ir.Function, Lanes]:
+    """An empty function, and what emits into it."""
+    made = custom_op("product", FUNCTION, triple)
+    return made, Lanes(ir.IRBuilder(made.append_basic_block("entry")))
