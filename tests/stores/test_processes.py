@@ -13,6 +13,7 @@ import pytest
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.index import newest_index
 from kvcellar.stores.opening import open_store
+from kvcellar.stores.redis import RedisClient
 from kvcellar.testing.store_use import NaiveStore, content, order, value_of
 from tests.stores.worker import MAX_BYTES, numbered
 
@@ -112,7 +113,12 @@ def test_processes_lose_and_mix_nothing(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """They put, get and delete the same keys; what only one of them put stays."""
-    where = str(tmp_path) if kind == "disk" else request.getfixturevalue("redis_url")
+    where = str(tmp_path)
+    if kind == "redis":
+        where = request.getfixturevalue("redis_url")
+        server = RedisClient(where)
+        server.call("FLUSHALL")  # other tests use it, too
+        server.close()
     processes = [start("use", where, seed, 60) for seed in range(4)]
     for process in processes:
         _, errors = process.communicate()
