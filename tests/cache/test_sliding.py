@@ -495,3 +495,14 @@ def _break(cache: SlidingCache, method: str, error: Exception | None = None) -> 
 
 def _mend(cache: SlidingCache, method: str) -> None:
     delattr(cache.store, method)
+
+
+def test_former_names_warn_and_answer_the_same() -> None:
+    cache = make(window=1)
+    put(cache, 0, 6, n_ubatch=2)
+    with pytest.warns(DeprecationWarning, match="seq_slid is now seq_evicted"):
+        ids = cache.seq_slid(0)
+    with pytest.warns(DeprecationWarning, match="seq_slid_positions is now"):
+        positions = cache.seq_slid_positions(0)
+    assert ids.tolist() == cache.seq_evicted(0).tolist() != []
+    assert positions.tolist() == cache.seq_evicted_positions(0).tolist() != []

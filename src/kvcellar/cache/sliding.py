@@ -21,6 +21,7 @@ positions, which ``seq_div`` makes, take cells beyond that.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -99,6 +100,17 @@ class SlidingCache(AttentionCache):
     def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where they stood, ascending; edits of the sequence move them too."""
         return self._eviction.evicted[self.table.checked(seq_id)].positions
+
+    def seq_slid(self, seq_id: int) -> Int32Array:
+        """Deprecated name of :meth:`seq_evicted`."""
+        warnings.warn("seq_slid is now seq_evicted", DeprecationWarning, stacklevel=2)
+        return self.seq_evicted(seq_id)
+
+    def seq_slid_positions(self, seq_id: int) -> Int32Array:
+        """Deprecated name of :meth:`seq_evicted_positions`."""
+        what = "seq_slid_positions is now seq_evicted_positions"
+        warnings.warn(what, DeprecationWarning, stacklevel=2)
+        return self.seq_evicted_positions(seq_id)
 
     def checkpoints(self, seq_id: int) -> tuple[int, ...]:
         """The positions that a sequence can go back to, ascending, beside those in its window."""
