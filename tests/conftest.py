@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from hypothesis import settings
 
 from kvcellar.backends.ggml.gguf import GgufFile
 from kvcellar.errors import ModelFileError
@@ -19,7 +20,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.demo import find_model
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.text.tokenizer import Tokenizer
-from tests.profiles import load_profiles
+from tests.profiles import PER_HUNDRED, load_profiles, spread
 from tests.prompts.helpers import BLOCK
 from tests.runtime.archs import F32, opened
 from tests.text.vocabularies import MetadataMaker, make_bpe, make_spm
@@ -32,6 +33,14 @@ WORKER = pytest.StashKey[Worker]()
 def pytest_configure(config: pytest.Config) -> None:
     load_profiles()
     config.stash[WORKER] = Worker.of_environment(os.environ)
+
+
+@pytest.hookimpl(trylast=True)  # -m and -k choose first
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if settings().max_examples <= PER_HUNDRED["dev"]:
+        chosen = spread(items)
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
 
 
 @pytest.hookimpl(wrapper=True)

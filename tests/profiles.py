@@ -1,12 +1,12 @@
-"""How hard Hypothesis looks; nothing else in the tests sets a deadline, a health check or a count.
+"""How much is tried; nothing else in the tests sets a deadline, a health check or a count.
 
-========  =================================  ============
-profile   for                                examples
-========  =================================  ============
-``dev``   the edit loop                      a tenth
-``ci``    every change, and plain `pytest`   all
-``soak``  a night, or a change of a machine  twenty times
-========  =================================  ============
+========  =================================  ============  ==================================
+profile   for                                examples      parameters of a test
+========  =================================  ============  ==================================
+``dev``   the edit loop                      a tenth       at most four sets, evenly spread
+``ci``    every change, and plain `pytest`   all           all
+``soak``  a night, or a change of a machine  twenty times  all
+========  =================================  ============  ==================================
 
 ``HYPOTHESIS_PROFILE`` names one, and so does ``--hypothesis-profile``, which wins. A test that
 costs more or less than others says how many examples it is worth with `examples`; without, it is
@@ -16,12 +16,18 @@ worth a hundred.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 PER_HUNDRED = {"dev": 10, "ci": 100, "soak": 2000}
 FEWEST = 3
 """Examples that a test is left with in ``dev``, if it is worth as many."""
+
+FEW = 4
+"""Sets of parameters that a test is left with in ``dev``."""
 
 
 def load_profiles() -> None:
@@ -47,3 +53,15 @@ def examples(count: int, *, steps: int | None = None, derandomize: bool = False)
         stateful_step_count=profile.stateful_step_count if steps is None else steps,
         derandomize=derandomize and profile.max_examples <= PER_HUNDRED["ci"],
     )
+
+
+def spread(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Choose what ``dev`` runs: of every test at most `FEW` sets of parameters."""
+    sets: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        sets[item.parent, item.name.partition("[")[0]].append(item)
+    chosen: set[pytest.Item] = set()
+    for same in sets.values():
+        n = min(FEW, len(same))
+        chosen.update(same[i * len(same) // n] for i in range(n))
+    return [item for item in items if item in chosen]

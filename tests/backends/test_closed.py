@@ -129,6 +129,7 @@ def test_a_closed_model_gives_no_hash(shared: Path, backend: str) -> None:
         _ = model.weights_hash
 
 
+@pytest.mark.slow
 def test_shifting_after_close_does_not_end_the_process(shared: Path) -> None:
     result = run_python(_PENDING.format(path=str(shared / "models" / "llama-dense.gguf")))
     assert (result.returncode, result.stdout.strip()) == (0, "refused"), result.stderr

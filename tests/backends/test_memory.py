@@ -72,6 +72,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     gc.enable()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_before_anything_is_refused(taken: list[int]) -> None:
     for _ in range(5):
         memory.check_available("a test", 2**20)

@@ -105,6 +105,7 @@ def test_the_list_has_every_call_and_the_tree_their_order(package: Path, one: Mo
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(routes()))
 def test_a_trip_takes_the_same_calls_every_time(taken: Trips, name: str) -> None:
     first, again = taken.calls(name), taken.calls(name)
@@ -113,6 +114,7 @@ def test_a_trip_takes_the_same_calls_every_time(taken: Trips, name: str) -> None
     assert not [call for call in first if call.function == "<module>"], "an import was counted"
 
 
+@pytest.mark.slow
 def test_a_second_save_and_a_second_hit_are_shorter(taken: Trips) -> None:
     for name in ("save", "hit"):
         counts = [Counts.of(taken.calls(trip)) for trip in (f"{name}-first", name)]
@@ -131,6 +133,7 @@ def test_time_outside_the_graph_is_measured_behind_the_same_text(taken: Trips) -
         assert taken._open["llama"].context.cache.used == CELLS
 
 
+@pytest.mark.slow
 def test_both_tables_have_all_rows_for_two_trees(
     shared: Path,
     tmp_path: Path,

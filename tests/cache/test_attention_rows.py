@@ -122,6 +122,7 @@ def test_padding_never_makes_the_cache_move_rows(make: MakeStore) -> None:
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.report("ollama#9904", "llama.cpp#9314")
 @BACKENDS
 def test_thousands_of_small_moves_are_one_pass_or_several(make: MakeStore) -> None:
@@ -295,6 +296,7 @@ def test_a_rollback_takes_back_its_own_cells_and_no_bytes_of_others(setup: Setup
         it.check(1, [*range(1003, 1010)])
 
 
+@pytest.mark.slow
 @pytest.mark.report("llama.cpp#4185", "llama.cpp#25566")
 @EVERYWHERE
 def test_churn_never_mixes_the_rows_of_sequences(setup: Setup) -> None:

@@ -499,7 +499,8 @@ def _mend(cache: SlidingCache, method: str) -> None:
 
 def test_former_names_warn_and_answer_the_same() -> None:
     cache = make(window=1)
-    put(cache, 0, 6, n_ubatch=2)
+    for _ in range(8):
+        put(cache, 0, 2)
     with pytest.warns(DeprecationWarning, match="seq_slid is now seq_evicted"):
         ids = cache.seq_slid(0)
     with pytest.warns(DeprecationWarning, match="seq_slid_positions is now"):

@@ -50,6 +50,7 @@ def test_attention_traces_replay_without_bytes(shared: Path) -> None:
         TraceReplay(trace).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ubatch", [512, 3])
 def test_recurrent_traces_replay(shared: Path, n_ubatch: int) -> None:
     traces = load_traces(shared / "golden" / "recurrent_traces.jsonl")

@@ -83,6 +83,7 @@ def test_an_answer_that_fills_the_cache_names_the_option(invoke: Invoke, talker:
     assert ", 0 free: the conversation is too long, use a larger --n-ctx" in second
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_person_gets_a_prompt_and_ends_with_ctrl_d(start: Start, talker: Path) -> None:
     import pty

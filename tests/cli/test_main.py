@@ -121,6 +121,7 @@ def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered() -> None:
     assert not {"typing", "re", "typer", "kvcellar.cli.app"} & {*result.stdout.split()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 @pytest.mark.parametrize(
     ("command", "code", "out", "err"),
@@ -139,6 +140,7 @@ def test_streams_that_are_closed_are_empty(
     assert (result.returncode, result.stdout.strip(), result.stderr) == (code, out, err)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["run MODEL hello -n 4 --threads 1", "info MODEL", "--help"])
 def test_what_cannot_be_written_is_an_error_of_one_line(talker: Path, command: str) -> None:

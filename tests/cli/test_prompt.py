@@ -97,6 +97,7 @@ def test_ctrl_c_is_heard_between_pieces(context: Context) -> None:
     assert len(sequence) == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_loses_it_again(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

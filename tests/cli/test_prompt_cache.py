@@ -248,6 +248,7 @@ def test_ctrl_c_is_heard_between_pieces_and_what_came_is_stored(context: Context
     assert (reuse.n_reused, again.tokens) == (24, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3-dense", "falcon-h1-dense", "mamba-dense"])
 def test_windows_and_states_go_block_by_block(
     invoke: Invoke, shared: Path, tmp_path: Path, arch: str

@@ -126,6 +126,7 @@ def test_an_empty_place_is_not_the_current_folder(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_characters_that_the_terminal_lacks_are_replaced(
     start: Start, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_characters_that_the_terminal_lacks_are_replaced(
     assert out.isascii()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly(start: Start, talker: Path) -> None:
     process = start("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "100000")
     assert process.stdout is not None
@@ -151,6 +153,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(start: Start, talker: Path) -> 
     assert process.stderr.read() == b""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
 def test_ctrl_c_keeps_what_was_written(start: Start, talker: Path) -> None:
     args = ("-n", "-1", "-t", "0", "--n-ctx", "100000", "--threads", "1", "--stats")

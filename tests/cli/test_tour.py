@@ -140,6 +140,7 @@ def test_busy_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
         assert tour.idle_processors() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_terminal_sees_colours(start: Start, talker: Path) -> None:
     import pty

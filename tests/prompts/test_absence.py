@@ -140,6 +140,7 @@ def test_other_types_count_before_other_models(
     assert why(prompts, context, TOKENS) == ("other types", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("full_first", [True, False])
 def test_windows_kept_in_full_share_blocks_no_longer_than_a_window(
@@ -167,6 +168,7 @@ def test_windows_kept_in_full_share_blocks_no_longer_than_a_window(
         assert why(prompts, two, tokens) == ("other types", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "cause"),
     [
@@ -212,6 +214,7 @@ def test_where_checkpoints_are_it_can_be_stored_afterwards(
 DAMAGE = random.Random(11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "mamba-dense"])
 def test_damaged_blocks_are_dropped_computed_and_stored_again(shared: Path, arch: str) -> None:
     with opened(shared, arch, **F32) as context:
@@ -287,6 +290,7 @@ def test_a_store_that_cannot_be_written_may_be_read(context: Context, tmp_path: 
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "jamba-dense"])
 def test_another_salt_finds_nothing_and_hears_of_nothing(shared: Path, arch: str) -> None:
     """Neither that a text is there, nor where it goes on otherwise, was evicted, or is marked."""

@@ -218,6 +218,7 @@ def test_logits_of_what_was_restored_can_be_had(context: Context, prompts: Promp
     assert n_computed(context) == before + 1
 
 
+@pytest.mark.slow
 def test_text_is_tokenised_as_a_sequence_does(smollm2_path: Path, prompts: PromptCache) -> None:
     from kvcellar.runtime.model import Model
 

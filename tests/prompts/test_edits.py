@@ -160,6 +160,7 @@ def test_what_was_restored_can_be_taken_back(
         assert nmse(sequence.logits, fresh(context, TOKENS + TOKENS)) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["jamba-dense", "mamba-dense"])
 def test_what_is_computed_again_after_an_edit_is_stored(
     shared: Path, prompts: PromptCache, arch: str

@@ -111,6 +111,7 @@ class Play:
         assert self.context.cache.used == 0
 
 
+@pytest.mark.slow
 @examples(20)
 @given(budget=BUDGETS, steps=st.lists(STEPS, min_size=1, max_size=12))
 def test_a_cache_of_prompts_changes_no_logits(

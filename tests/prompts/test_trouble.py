@@ -108,6 +108,7 @@ def test_an_interrupted_prompt_is_not_there_but_what_was_computed_is_stored(
 # -- stores that fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["put", "touch", "get", "has"])
 def test_a_store_that_fails_costs_no_text(context: Context, verb: str) -> None:
     store = FailingStore()
@@ -165,6 +166,7 @@ def test_a_damaged_block_that_cannot_be_dropped_is_not_used(llama: Context) -> N
     assert nmse(logits, fresh(llama, TOKENS)) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KINDS[:3])
 def test_a_failure_to_compute_is_not_hidden_by_one_to_store(shared: Path, arch: str) -> None:
     store = FailingStore()

@@ -46,6 +46,7 @@ def together(context: Context) -> list[list[Float32Array]]:
     return [rows[seq] for seq in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ggml", "numpy"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_logits_are_those_of_each_alone(shared: Path, arch: str, backend: str) -> None:

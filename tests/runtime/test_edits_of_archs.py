@@ -133,6 +133,7 @@ class Play:
         assert self.context.cache.used == 0
 
 
+@pytest.mark.slow
 @examples(15)
 @given(seed=st.integers(0, 1000), edits=st.lists(EDITS, min_size=1, max_size=8))
 def test_what_a_sequence_knows_is_a_fresh_decode(

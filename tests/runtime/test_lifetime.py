@@ -18,6 +18,7 @@ def path(shared: Path) -> Path:
     return shared / "models" / "llama-dense.gguf"
 
 
+@pytest.mark.slow
 def test_a_dropped_context_frees_its_cells(path: Path) -> None:
     with Model.from_gguf(path, n_threads=1) as model:
         for _ in range(3):

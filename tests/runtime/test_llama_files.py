@@ -227,6 +227,7 @@ def test_nothing_to_save(shared: Path, path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("generation", "kind"), GOLDEN)
 def test_golden_files_go_on_as_recorded(
     shared: Path, smollm2_path: Path, generation: str, kind: str
@@ -249,6 +250,7 @@ def test_golden_files_go_on_as_recorded(
         assert errors.mean() < again.mean() + 0.02  # loaded rows are no worse than our own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("generation", "kind"), GOLDEN)
 def test_golden_files_are_written_as_they_were(
     shared: Path, smollm2_path: Path, generation: FileGeneration, kind: str, path: Path

@@ -51,6 +51,7 @@ def test_other_sizes(shared: Path, arch: str, sizes: dict[str, Any], path: Path)
         check_logits(context, other.logits, [*text(2, 30), 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("full", [False, True])
 def test_windows_that_slide_and_those_that_do_not(
@@ -75,6 +76,7 @@ def test_v_the_other_way(shared: Path, path: Path) -> None:
             check_logits(context, loaded.logits, [*TEXT, 7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_other_backend(shared: Path, arch: str, path: Path) -> None:
     logits: list[Float32Array] = []
@@ -219,6 +221,7 @@ def test_a_part_at_another_position(plain: Context, path: Path) -> None:
     assert nmse(loaded.append([7]).logits, same.append([7]).logits) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [*WINDOWED, *HYBRID, *RECURRENT])
 @pytest.mark.parametrize("n", [40, 400])
 def test_the_beginning_of_states_and_windows(shared: Path, arch: str, n: int, path: Path) -> None:

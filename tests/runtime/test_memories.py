@@ -71,6 +71,7 @@ class TestEditedPrompts:
             sequence.trim(1).append(PROMPT[-1:])
             assert n_computed(context) == 1
 
+    @pytest.mark.slow
     @pytest.mark.report("koboldcpp#2151")
     @pytest.mark.parametrize("arch", WINDOWED)
     def test_a_prefix_behind_the_window_is_not_trusted(self, shared: Path, arch: str) -> None:

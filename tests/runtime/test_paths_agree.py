@@ -155,6 +155,7 @@ def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]
             assert nmse(ours, theirs) < max(tolerance, factor * magnified)
 
 
+@pytest.mark.slow
 @examples(15)
 @given(n=st.integers(1, 90), seed=st.integers(0, 99))
 def test_where_cells_lie_changes_no_bit(

@@ -65,6 +65,7 @@ def test_a_real_model_gives_the_logits_of_numpy(
         assert nmse(row, wanted) < ORACLE
 
 
+@pytest.mark.slow
 @compiled
 def test_ggml_alone_is_further_from_numpy(
     model: Model, exact: Float32Array, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +77,7 @@ def test_ggml_alone_is_further_from_numpy(
     assert ORACLE < nmse(without, ours) < 1e-2
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.alone
 def test_two_threads_give_the_same_bits(model: Model, smollm2_path: Path) -> None:
@@ -83,6 +85,7 @@ def test_two_threads_give_the_same_bits(model: Model, smollm2_path: Path) -> Non
         np.testing.assert_array_equal(decoded(other, 4), decoded(model, 4))
 
 
+@pytest.mark.slow
 @compiled
 def test_contexts_of_one_model_may_take_turns(model: Model) -> None:
     expected = decoded(model, 1)
@@ -97,6 +100,7 @@ def test_contexts_of_one_model_may_take_turns(model: Model) -> None:
             np.testing.assert_array_equal(got[0], wanted)
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.alone
 def test_models_may_compute_at_the_same_time(model: Model, smollm2_path: Path) -> None:
@@ -176,6 +180,7 @@ def test_every_architecture_gives_the_logits_of_numpy(
     assert 1e-5 < nmse(tiny_logits(path, kernel=False), wanted) < 2e-3
 
 
+@pytest.mark.slow
 @compiled
 def test_k_types_give_the_logits_of_numpy(shared: Path, tmp_path: Path) -> None:
     path = quantised(shared / "models" / "llama-dense.gguf", tmp_path / "k.gguf", any_k)

@@ -73,6 +73,7 @@ def test_a_missing_or_broken_file_leaves_the_target_as_it_was(
     assert nmse(sequence.append([3]).logits, fresh(context, [*TOKENS, 3])) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.report("llama.cpp#26777", "llama.cpp#25521")
 @pytest.mark.parametrize("arch", ["deepseek2-moe", "llama-dense", "jamba-dense"])
 def test_restoring_one_sequence_touches_no_other(shared: Path, tmp_path: Path, arch: str) -> None:
@@ -267,6 +268,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_not_cut(shared: Path, arch: 
         assert n_reused(prompts, context, whole[:64]) == 48
 
 
+@pytest.mark.slow
 @pytest.mark.report("ollama#18264", "llama.cpp#18072")
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_budget_in_bytes_is_kept(context: Context, tmp_path: Path, kind: str) -> None:

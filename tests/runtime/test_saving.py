@@ -224,6 +224,7 @@ def test_part_of_a_grouped_text_can_be_extended_on(plain: Context, path: Path) -
         cut.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [*WINDOWED[:1], *HYBRID[:1], *RECURRENT[:1]])
 def test_a_part_where_there_are_states_or_windows(shared: Path, arch: str, path: Path) -> None:
     with opened(shared, arch, n_ctx=1024, **F32) as context:
@@ -358,6 +359,7 @@ def test_compressed_files_are_smaller(plain: Context, path: Path) -> None:
 # -- checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [*WINDOWED, *HYBRID, *RECURRENT])
 def test_checkpoints_are_carried(shared: Path, arch: str, path: Path) -> None:
     with opened(shared, arch, **F32) as context:
@@ -371,6 +373,7 @@ def test_checkpoints_are_carried(shared: Path, arch: str, path: Path) -> None:
         check_logits(context, loaded.logits, [*text(1, 300), 7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba2-dense"])
 def test_without_checkpoints(shared: Path, arch: str, path: Path) -> None:
     with opened(shared, arch, **F32) as context:

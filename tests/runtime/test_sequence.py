@@ -29,6 +29,7 @@ def context(model: Model) -> Iterator[Context]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_fork_copies_nothing_and_goes_its_own_way(context: Context) -> None:
     parent = context.sequence("Once upon a time")
     used = context.cache.used

@@ -88,6 +88,7 @@ def test_scattered_among_others_logits_differ_by_no_more_than_sums_do(
         assert two.cache.seq_tokens(4).tolist() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "kind"), TYPES)
 @pytest.mark.parametrize("kernel", [False, None])
 def test_quantised_rows_come_along_as_they_are(

@@ -22,6 +22,7 @@ WITH_STATES = (*HYBRID, *RECURRENT)
 TEXT = np.random.default_rng(5).integers(0, 128, 40).tolist()  # longer than the windows of 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ubatch", [16, 7])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_cached_equals_uncached(shared: Path, arch: str, n_ubatch: int) -> None:
@@ -39,6 +40,7 @@ def test_cached_equals_uncached(shared: Path, arch: str, n_ubatch: int) -> None:
     assert nmse(np.concatenate(got), expected) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_another_text_is_far_away(shared: Path, arch: str) -> None:
     """The comparisons would notice a single token that differs."""
@@ -58,6 +60,7 @@ def _alone(context: Context, texts: list[list[int]]) -> list[Float32Array]:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", WITH_STATES)
 @pytest.mark.parametrize("n_ubatch", [512, 5, 2])
 def test_side_by_side_equals_alone(shared: Path, arch: str, n_ubatch: int) -> None:

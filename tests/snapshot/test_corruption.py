@@ -194,6 +194,7 @@ def small() -> Snapshot:
     return sample(lengths=(5, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_bytes_are_refused_or_give_what_was_saved(small: Snapshot, name: str) -> None:
     damage, n = DAMAGES[name]
@@ -368,6 +369,7 @@ def forge(rng: np.random.Generator, snapshot: Snapshot) -> bytes:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
     path = tmp_path / "text"
@@ -392,6 +394,7 @@ def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
     assert outcomes[False] > 200
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("arch", ["gemma3-dense", "jamba-dense", "mamba-dense"])
 def test_a_forged_file_breaks_no_kind_of_cache(shared: Path, arch: str, tmp_path: Path) -> None:

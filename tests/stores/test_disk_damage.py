@@ -52,6 +52,7 @@ def assert_exact_or_absent(store: DiskStore, key: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_file_counts(store: DiskStore, tmp_path: Path) -> None:
     """But those that fill up the header's last line, which nobody reads."""
     n_bits = 8 * file_of(tmp_path / "store", "a").stat().st_size
@@ -93,6 +94,7 @@ def _garble(data: bytearray, rng: random.Random) -> None:
 DAMAGES = (_flip, _cut, _lengthen, _zero, _garble)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files(
     store: DiskStore, tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
@@ -140,6 +142,7 @@ def test_a_folder_in_place_of_a_file(store: DiskStore, tmp_path: Path) -> None:
     assert not store.has("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_indexes(
     tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
@@ -155,6 +158,7 @@ def test_damaged_indexes(
     assert n_lost < 40  # of 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("end", ["-wal", "-shm"])
 def test_damaged_logs_of_an_index(

@@ -249,6 +249,7 @@ def test_sets_go_with_what_they_hold(open_store: Open, server: RedisClient) -> N
     assert names(server) == []
 
 
+@pytest.mark.slow
 def test_a_server_with_too_little_memory(start_redis: StartRedis) -> None:
     """It refuses; what was there can still be read and deleted."""
     store = RedisStore(start_redis("--maxmemory", "6mb"))

@@ -15,6 +15,7 @@ TestAttentionCache = AttentionMachine.TestCase
 TestAttentionCache.settings = examples(250, steps=40, derandomize=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_real_bytes_agree_too(setup: Setup) -> None:
     few = examples(30, steps=40, derandomize=True)

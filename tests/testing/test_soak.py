@@ -25,6 +25,7 @@ def test_a_few_thousand_steps_of_every_store(name: str) -> None:
     assert soak.main(["--store", name, "--steps", str(STEPS)]) == 0
 
 
+@pytest.mark.slow
 def test_every_kind_of_step_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--steps", "1500", "--store", "signatures"]) == 0
     printed = capsys.readouterr().out
@@ -87,6 +88,7 @@ def test_a_cell_with_another_content_is_noticed() -> None:
     duel.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("method", ["copy", "rotate", "write_raw", "resize"])
 def test_a_store_that_is_wrong_is_found(make: MakeStore, method: str) -> None:

@@ -134,6 +134,7 @@ def test_templates_cannot_leave_the_sandbox(source: str) -> None:
     assert messages == HELLO
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def test_smollm2_tokens_are_the_references(smollm2_tokenizer: Tokenizer, shared:
     _check(smollm2_tokenizer, _cases(shared, "smollm2-135m"))
 
 
+@pytest.mark.slow
 def test_gemma3_tokens_are_the_references(gemma3_tokenizer: Tokenizer, shared: Path) -> None:
     _check(gemma3_tokenizer, _cases(shared, "gemma3-270m"))
 
@@ -55,6 +57,7 @@ def test_smollm2_special_tokens(smollm2_tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(4093) == b"user"
 
 
+@pytest.mark.slow
 def test_gemma3_special_tokens(gemma3_tokenizer: Tokenizer) -> None:
     tokenizer = gemma3_tokenizer
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eot_id) == (2, 1, 106)
@@ -74,6 +77,7 @@ def test_smollm2_gives_text_back(
     assert smollm2_tokenizer.decode(ids, skip_special=False) == text
 
 
+@pytest.mark.slow
 @examples(200)
 @given(text=st.text(max_size=60))
 def test_gemma3_gives_text_back(gemma3_tokenizer: Tokenizer, text: str) -> None:

@@ -26,6 +26,7 @@ def test_thread_counts_out_of_range_are_refused(n_threads: int) -> None:
         GgmlBackend(n_threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ggml", "numpy"])
 @pytest.mark.parametrize("n_threads", [1.5, 2.0, "2", [1], np.float32(1)])
 @pytest.mark.filterwarnings("error")  # what __del__ raises is but a warning

@@ -60,6 +60,7 @@ def _no_memory(_: int) -> None:
     raise MemoryError
 
 
+@pytest.mark.slow
 def test_stores_give_their_memory_back() -> None:
     statm = Path("/proc/self/statm")
     if not statm.exists():

@@ -93,6 +93,7 @@ def test_arrays_of_arrays_are_refused(tmp_path: Path) -> None:
         GgufTensors(path)
 
 
+@pytest.mark.slow
 def test_flipped_bits_give_errors_of_ours(tmp_path: Path) -> None:
     sound = TinyLlama(n_layer=1, n_embd=32, n_vocab=8, n_ff=32).to_bytes()
     path, outcomes = tmp_path / "x.gguf", Counter[str]()

@@ -93,6 +93,7 @@ def mutants(sound: bytes, rng: random.Random, n: int) -> Iterator[bytes]:
         yield bytes(data)
 
 
+@pytest.mark.slow
 def test_random_damage(case: tuple[bytes, MemorySpec]) -> None:
     sound, spec = case
     outcomes: Counter[str] = Counter()
@@ -109,6 +110,7 @@ def test_every_end(case: tuple[bytes, MemorySpec]) -> None:
         assert outcome(sound[:n], spec) != "taken", n
 
 
+@pytest.mark.slow
 def test_no_number_makes_us_allocate(case: tuple[bytes, MemorySpec]) -> None:
     """A count, wherever it stands, as large as can be."""
     sound, spec = case

@@ -145,6 +145,7 @@ def test_equals_attention_written_out(n_head_kv: int, group: int, d: int) -> Non
     np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @given(
     lists=st.lists(st.sets(st.integers(0, 150), min_size=1).map(sorted), min_size=1, max_size=5),
     n_threads=st.integers(1, 8),
@@ -155,6 +156,7 @@ def test_any_lists_by_any_number_of_threads(lists: list[list[int]], n_threads: i
     np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.5, False), (0.0, True), (2.5, True)])
 def test_scores_are_capped_and_sinks_take_their_share(
@@ -190,6 +192,7 @@ def test_a_damaged_sink_is_not_hidden(n: int) -> None:
     assert np.isfinite(got[:, 0]).all()
 
 
+@pytest.mark.slow
 @given(
     lists=st.lists(st.sets(st.integers(0, 150), min_size=1).map(sorted), min_size=1, max_size=4),
     types=st.tuples(st.sampled_from(TYPES), st.sampled_from(TYPES)),
@@ -222,6 +225,7 @@ def test_each_pair_of_types(type_k: KVType, type_v: KVType) -> None:
     np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES[1:])
 def test_every_bit_pattern_of_a_block_is_read(kind: KVType) -> None:
     bench = Bench(ragged(60, 20), 1, 2, 64, type_k=kind, type_v=kind)
@@ -250,6 +254,7 @@ def test_v_may_have_heads_of_another_size() -> None:
     np.testing.assert_allclose(bench.run(), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_long_list_has_larger_units() -> None:
     bench = Bench(ragged(MANY * UNIT + 1, 5000, 3), 1, 2, 32)
     np.testing.assert_allclose(bench.run(3), bench.expected(), atol=TOLERANCE)
@@ -334,6 +339,7 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", ["cells", "items", "counters", "threads"])
 def test_memory_to_work_on_that_cannot_be_had_is_named(
     monkeypatch: pytest.MonkeyPatch, refused: str

@@ -152,6 +152,7 @@ def test_equals_the_product_written_out(kind: str, n: int) -> None:
     assert (np.abs(found - x @ bench.weights.T) <= lost + 1e-6 * size).all()
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_out", [16, 48])
@@ -173,6 +174,7 @@ def test_nothing_behind_the_weights_is_read(kind: str, n_out: int) -> None:
     np.testing.assert_array_equal(alone, expected[:1])
 
 
+@pytest.mark.slow
 @compiled
 @given(
     kind=st.sampled_from(KINDS),
