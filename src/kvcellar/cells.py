@@ -377,7 +377,7 @@ class CellTable:
         self._spans = [replace(span) for span in saved.spans]
 
     def resize(self, size: int) -> None:
-        """Have ``size`` cells; those that go must be free. A head that goes with them is 0."""
+        """Resize to ``size`` cells; those that go must be free. A head that goes with them is 0."""
         if self.cell_max() > size:
             raise InvariantError(f"cell {self.cell_max() - 1} is used and cannot go")
         for seq in range(self.n_seq_max):

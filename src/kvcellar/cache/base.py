@@ -216,7 +216,7 @@ class Cache(ABC):
         return False
 
     def resize(self, size: int) -> None:
-        """Have ``size`` cells, whatever is in them; compacted if it would not fit otherwise.
+        """Resize to ``size`` cells, whatever they hold; compact if it would not fit otherwise.
 
         Old and new buffers exist side by side for a moment. Positions, pending shifts and rows stay
         as they are.
@@ -338,7 +338,7 @@ class Cache(ABC):
 
     @abstractmethod
     def _resize(self, size: int) -> None:
-        """Have ``size`` cells, and say so in ``spec``."""
+        """Resize the rows to ``size`` cells and update ``spec``."""
 
 
 class Transaction(ABC):

@@ -255,7 +255,7 @@ class SlidingCache(AttentionCache):
     # -- steps
 
     def _resize(self, size: int) -> None:
-        """Have ``size`` cells; evict first if not everything would fit."""
+        """Resize to ``size`` cells; evict first if not everything would fit."""
         saved = self._eviction.save()
         try:
             if size < self.used:

@@ -201,7 +201,7 @@ class Context:
 
     @cached_property
     def fingerprint(self) -> Mapping[str, Json]:
-        """What a snapshot has to share with this context; hashes the weights of a new file."""
+        """Facts that a snapshot must share with this context; hashes the weights of a new file."""
         model = self.model
         return fingerprint(model.spec.arch, model.weights_hash, self.memory_spec)
 

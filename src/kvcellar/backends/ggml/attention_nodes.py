@@ -19,7 +19,7 @@ from kvcellar.errors import NotSupported
 from kvcellar.plan import CellPlan
 
 MANY_TOKENS = 32
-"""From so many tokens on, transposed V is copied by rows and flash attention takes it."""
+"""From this many tokens on, transposed V is copied by rows and flash attention takes it."""
 
 
 class GroupAttention:
@@ -167,7 +167,7 @@ class GroupAttention:
         return nodes.flat(nodes.mix(out, spec.hadamard_v(layer)))
 
     def _keys_by_head(self, layer: int, offset: int, d: int) -> int:
-        """Of each K head d values from an offset on, first n_kv cells, heads outside."""
+        """For each K head, d values from an offset on, of the first n_kv cells; heads outside."""
         kind, shape = self._store.spec.type_k, self._store.spec.layers[layer]
         row, head = kind.row_bytes(shape.n_embd_k), kind.row_bytes(shape.head_dim_k)
         ne = (d, self._n_kv, shape.n_head_kv)

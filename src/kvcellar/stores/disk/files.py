@@ -79,7 +79,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its value."""
+    """The header of a file: what describes its value."""
 
     entry: Entry
     digest: bytes
