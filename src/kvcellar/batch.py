@@ -1,4 +1,4 @@
-"""What a caller asks to decode: tokens or embeddings, their positions and their owners.
+"""Batches to decode: tokens or embeddings, their positions and their owners.
 
 A :class:`Batch` is built up and holds what the caller said. :meth:`Batch.resolve` checks it
 against what a cache holds and gives :class:`Rows`, plain arrays in which nothing is left open:

@@ -147,7 +147,7 @@ def count_owners(bits: OwnerBits) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """What is known of a sequence without a scan.
+    """Facts about a sequence that need no scan.
 
     Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
     neighbours, those of ``cells`` (ascending) and of ``appended``. While ``exact``, every candidate

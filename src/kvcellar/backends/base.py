@@ -1,4 +1,4 @@
-"""What a backend provides: stores of K and V and of states, and what computes over them.
+"""The protocols of a backend: stores of K and V and of states, and what computes over them.
 
 The cache sees only :class:`KVStore` and :class:`StateStore`, model files only ``Ops`` (in
 ``operations.py``), the runtime only :class:`ModelFile`; none of them knows a framework.
@@ -161,7 +161,7 @@ class TensorBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenMemory:
-    """What a context works on: a store for each group of layers, one for states, an executor."""
+    """The memory of a context: a store for each group of layers, one for states, an executor."""
 
     groups: tuple[KVStore, ...]
     states: StateStore | None

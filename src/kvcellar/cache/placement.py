@@ -26,7 +26,7 @@ _CHUNK = 2048
 
 
 class Placement:
-    """What a batch takes of every cache, from ``place`` until ``commit`` or ``release``.
+    """The cells and rows that a batch takes, from ``place`` until ``commit`` or ``release``.
 
     As a context manager it commits when every plan has been taken and the block ends without an
     error, and releases otherwise::
@@ -217,7 +217,7 @@ def cell_plan(
     window: int,
     mask_buffer: Float16Array | None,
 ) -> CellPlan:
-    """What a microbatch that was put into these cells may read.
+    """Return which cells a microbatch in these cells may read.
 
     Args:
         table: who owns which cell.

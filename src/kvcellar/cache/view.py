@@ -1,4 +1,4 @@
-"""What a cache looks like at one moment, as a value that later changes do not reach.
+"""The cells of a cache at one moment, as a value that later changes do not reach.
 
 Printing a view shows a glyph a cell: the owner, ``+`` for several, a dot for a free cell. Large
 caches are shown in buckets of neighbouring cells, each by what most of them hold. A terminal gets
@@ -41,7 +41,7 @@ FIGURES = (
     "max_contiguous",
     "max_contiguous_idx",
 )
-"""What a view counts, under the names of llama.cpp's view."""
+"""The counts of a view, under the names of llama.cpp's view."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WIDTH = 64
 _MAX_GLYPHS = 1024

@@ -67,7 +67,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a report of a fault should say.
+    """The facts that a bug report needs.
 
     Attributes:
         packages: the version of each package; None for one that is not installed.

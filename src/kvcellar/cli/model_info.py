@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, and what a cache for it would take; nothing is computed.
+"""A GGUF file's facts about its model and the memory of a cache for it; nothing is computed.
 
 A file that cannot be run is described as far as its metadata go, with the reason.
 """

@@ -1,4 +1,4 @@
-"""What a run took: speed, cells and bytes; and with ``--profile`` where the time went."""
+"""The cost of a run: speed, cells and bytes; and with ``--profile`` where the time went."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Norm = Callable[[Ops[T], T], T]
 """A normalisation of the last axis; the same shape."""
 FeedForward = Callable[[Ops[T], T], T]
-"""What a block does to each token by itself: ``[n, n_embd]`` to the same shape."""
+"""A block's function of each token by itself: ``[n, n_embd]`` to the same shape."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class PendingTokens:
 
 
 class TextState(NamedTuple):
-    """What is known of a sequence's text beside its cells.
+    """The state of a sequence's text beside its cells.
 
     Attributes:
         pending: the tokens that are not computed yet.
@@ -131,7 +131,7 @@ def followed(cached: Int32Array, pending: PendingTokens) -> Int32Array:
 
 
 class CachedText:
-    """What a cache has of a sequence, fetched once; an edit returns the text's new state.
+    """The cached part of a sequence, fetched once; an edit returns the text's new state.
 
     After an edit it is out of date.
 

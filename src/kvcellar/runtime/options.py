@@ -178,7 +178,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What of a snapshot is loaded, and where it goes.
+    """Which part of a snapshot is loaded, and where it goes.
 
     Attributes:
         start: the first token, of the one sequence that there is.

@@ -31,7 +31,7 @@ FEWEST_PAIRS = 3  # from which on the cost of a lone node is known
 
 
 class Profile:
-    """What a context records while it is profiled; made by :meth:`Context.start_profile`.
+    """The record of a profiled context; made by :meth:`Context.start_profile`.
 
     Attributes:
         prefill: steps of more than a token a sequence.

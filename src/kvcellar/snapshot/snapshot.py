@@ -39,7 +39,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedText:
-    """What is known of a sequence beside what the cache has.
+    """The state of a saved sequence beside its cells.
 
     Attributes:
         logits: those of the next token, ``[n_vocab]``; None: they have to be computed again.

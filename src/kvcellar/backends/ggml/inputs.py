@@ -29,7 +29,7 @@ _DTYPES = {TYPE_F32: np.float32, TYPE_F16: np.float16, TYPE_I32: np.int32, TYPE_
 
 
 class Shape(NamedTuple):
-    """What a graph depends on; the key it is kept under. Rows and cells are not part of it."""
+    """The shape that a graph depends on, its key. Rows and cells are not part of it."""
 
     n_tokens: int
     n_kv: tuple[int, ...]  # of each group; 0 where tokens attend over lists

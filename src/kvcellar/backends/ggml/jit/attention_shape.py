@@ -20,7 +20,7 @@ TYPES = (KVType.F16, KVType.Q8_0, KVType.Q4_0)
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is made for."""
+    """The shape that a kernel is compiled for."""
 
     head_dim_k: int
     head_dim_v: int

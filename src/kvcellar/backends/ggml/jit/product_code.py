@@ -362,7 +362,7 @@ _READERS: Mapping[str, Reader] = MappingProxyType({"q4_K": _q4_k, "q5_K": _q4_k,
 
 
 class Call:
-    """What a ``ggml_custom_op_t`` is called with."""
+    """The arguments of a ``ggml_custom_op_t``."""
 
     def __init__(self, x: Lanes, function: ir.Function) -> None:
         self.x = x
