@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar.errors import ClosedError, NotSupported, OptionError, SnapshotFileError
 from kvcellar.runtime.context import Context
+from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot import container
 from kvcellar.snapshot.container import read_description, read_file
@@ -447,3 +448,23 @@ def test_two_threads_save_and_load(plain: Context, tmp_path: Path) -> None:
         thread.join()
     assert not failures
     plain.cache.check()
+
+
+def test_wrong_arguments_are_found_before_weights_are_hashed(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashed(_: Model) -> str:
+        raise AssertionError("the weights are hashed")
+
+    monkeypatch.setattr(Model, "weights_hash", property(hashed))
+    with opened(shared, "llama-dense") as context:
+        sequence = context.sequence([1, 2, 3])
+        with pytest.raises(OptionError, match="stop=4"):
+            sequence.save(tmp_path / "text", stop=4)
+        with pytest.raises(SnapshotFileError):
+            sequence.load(tmp_path / "absent")
+        with pytest.raises(SnapshotFileError):
+            context.load(tmp_path / "absent")
+        sequence.close()
+        with pytest.raises(ClosedError, match="sequence 0 is closed"):
+            sequence.save(tmp_path / "text")

@@ -353,11 +353,12 @@ class Sequence:
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
-        options, facts = SaveOptions(type_k, type_v, compress, checkpoints), self.context.facts
+        options = SaveOptions(type_k, type_v, compress, checkpoints)
         size = len(self)
         stop = size if stop is None else check_range("stop", stop, 0, size)
         start = check_range("start", start, 0, stop)
         self.compute_pending()
+        facts = self.context.facts  # hashes a new model's weights, so arguments are checked before
         if (start, stop) == (0, size):
             snapshot = take_snapshot(facts, [self.seq_id], [self.saved_text()], options)
         else:
@@ -383,11 +384,11 @@ class Sequence:
         without what stands before.
         """
         self._check_open()
-        self._check_open()
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
         options = LoadOptions(start, stop, positions, convert)
-        self.context.put(prepare(self.context.facts, read_single(path), options), [self])
+        snapshot = read_single(path)  # before the facts, which may hash the weights
+        self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
 
     def close(self) -> None:

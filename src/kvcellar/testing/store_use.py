@@ -14,7 +14,7 @@ from kvcellar.stores.base import Absence, Field, Store
 
 
 class NaiveStore:
-    """What a store with a budget holds, has evicted, and in which order it was used."""
+    """Model a store with a budget: its values, its evictions, and the order of uses."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

@@ -117,7 +117,7 @@ def _spells_a_piece(pair: tuple[str, str], pieces: dict[str, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a name of ``tokenizer.ggml.pre`` stands for.
+    """The pre-tokenizer that a name of ``tokenizer.ggml.pre`` stands for.
 
     Attributes:
         patterns: how text is cut into words.

@@ -56,7 +56,7 @@ class GgufFile:
         path: the file.
         metadata: key to int, float, bool, str, list of str, or NumPy array.
         tensors: name to place.
-        address: where its first byte is in memory; valid until it is closed.
+        address: where its first byte is in memory; valid as long as this object lives.
         data: its bytes, ``[n_bytes]``; valid as long.
     """
 

@@ -161,7 +161,7 @@ class FileStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """What a session of 2025-01 has of the last batch: rows of logits and embeddings."""
+    """The outputs of the last batch in a session of 2025-01: rows of logits and embeddings."""
 
     rows: Int32Array
     logits: Float32Array
