@@ -442,7 +442,9 @@ class Sequence:
         """Return the token ids that :meth:`append` would append."""
         if isinstance(prompt, str):
             is_first = len(self) == 0
-            return self.context.model.tokenizer.encode(prompt, add_special=is_first)
+            tokenizer = self.context.model.tokenizer
+            goes_on = tokenizer.ends_in_text(self.tokens[-1:])
+            return tokenizer.encode(prompt, add_special=is_first, continuing=goes_on)
         if not isinstance(prompt, Iterable):
             raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
         return list(prompt)
