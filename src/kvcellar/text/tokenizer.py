@@ -200,9 +200,16 @@ class Tokenizer:
         return self._check_id(token) in self._control
 
     def is_matched_whole(self, token: int) -> bool:
-        """Whether a token is matched whole, before text is tokenized: special or user-defined."""
+        """Whether a token is matched whole, before text is tokenized: control or user-defined.
+
+        The unknown token is not: it stands for a part of a text that cannot be spelled.
+
+        Raises:
+            TokenizerError: no such token.
+        """
         i = self._check_id(token)
-        return i in self._control or i in self._user
+        kinds = (TokenKind.CONTROL, TokenKind.USER_DEFINED)
+        return self.vocab.kinds[i] in kinds and i != self.vocab.unknown_id
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
         """Whether text behind these tokens continues theirs.
@@ -210,7 +217,9 @@ class Tokenizer:
         It does not if there are none, or if the last one is matched whole. An id outside the
         vocabulary counts as text.
         """
-        return len(ids) > 0 and ids[-1] not in self._control and ids[-1] not in self._user
+        if not ids:
+            return False
+        return not 0 <= ids[-1] < len(self.vocab) or not self.is_matched_whole(ids[-1])
 
     def _partition(self, parse_special: bool) -> Partition:
         if parse_special not in self._partitions:
@@ -368,11 +377,11 @@ class Detokenizer:
         piece = tokenizer.token_bytes(token)
         if tokenizer.is_matched_whole(token):
             self._strip_next = tokenizer.strips_space
-            if self._skip_special and tokenizer.is_special(token):
-                return ""
-        elif self._strip_next and piece:
+        elif piece:
+            piece = piece.removeprefix(b" ") if self._strip_next else piece
             self._strip_next = False
-            piece = piece.removeprefix(b" ")
+        if self._skip_special and tokenizer.is_special(token):
+            return ""
         return self._decoder.decode(piece)
 
     def finish(self) -> str:
