@@ -6,22 +6,24 @@ are open again, and those that were made are closed.
 
 from __future__ import annotations
 
-import heapq
+import gc
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+from weakref import ref
 
 import numpy as np
 
 from kvcellar.backends.base import KVStore, OpenMemory
 from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.changes import Undo
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
@@ -30,6 +32,7 @@ from kvcellar.cache.transfer import put_content, state_get
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import (
     BatchError,
+    CacheFull,
     ClosedError,
     ComputeError,
     OptionError,
@@ -62,6 +65,9 @@ from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
+
+
+R = TypeVar("R")
 
 
 class Context:
@@ -100,11 +106,11 @@ class Context:
             self._memory.close()
             raise
         self.memory_spec = spec
-        self._free_ids = list(range(options.n_seq_max))
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, ref[Sequence]] = {}
         self._lock = threading.RLock()
         self._closed = False
-        self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
+        self.cache.watch(partial(remember_sequences, self._sequences))
+        self.cache.changes.join(partial(remember_ids, self._sequences))
 
     @property
     def spec(self) -> CacheSpec:
@@ -115,7 +121,8 @@ class Context:
     def sequences(self) -> tuple[Sequence, ...]:
         """The open sequences, by id."""
         with self._lock:
-            return tuple(self._sequences[i] for i in sorted(self._sequences))
+            found = [self._sequences[i]() for i in sorted(self._sequences)]
+            return tuple(sequence for sequence in found if sequence is not None)
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
         """Make a new sequence, with a prompt computed into it if one is given.
@@ -126,13 +133,7 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            if not self._free_ids:
-                raise SequenceIdError(
-                    f"all {self.spec.n_seq_max} sequences are taken: "
-                    "close one or use a larger n_seq_max"
-                )
-            sequence = Sequence(self, heapq.heappop(self._free_ids))
-            self._sequences[sequence.seq_id] = sequence
+            sequence = self.change(self._new_sequence)
         if prompt is not None:
             try:
                 sequence.append(prompt)
@@ -159,7 +160,7 @@ class Context:
             raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
         with self._lock:
             self.check_open()
-            return self._decode(batch)
+            return self.change(partial(self._decode, batch))
 
     def resize(self, n_ctx: int) -> None:
         """Change the number of cells, whatever sequences are open; they stay as they are.
@@ -175,7 +176,8 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
+            size = check_range("n_ctx", n_ctx, 1, MAX_CELLS)
+            self.change(partial(self.cache.resize, size))
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """Return ``cache.view`` with the tokens' texts where the model has a tokenizer."""
@@ -277,16 +279,10 @@ class Context:
             CacheError: there is no room, or it cannot be put there; see ``state_set``.
         """
         chosen = tuple(sequences)
-        for sequence in chosen:
-            sequence.compute_pending()
-        before = [len(sequence) for sequence in chosen]
-        with self._lock, self.cache.transaction():
-            ids = [sequence.seq_id for sequence in chosen]
-            put_content(self.cache, ready.content, ids, shift=ready.shift)
-            for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
-                sequence.adopt(text, n_before)
-                if ready.n_dropped:
-                    sequence.trim(ready.n_dropped)
+        with self._lock:
+            for sequence in chosen:
+                sequence.compute_pending()
+            self.change(partial(self._put, ready, chosen))
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Hold off other threads for the length of a ``with`` block, to make several calls one."""
@@ -303,19 +299,42 @@ class Context:
             self.profile = Profile.of(self._executor)
             return self.profile
 
+    def change(self, step: Callable[[], R]) -> R:
+        """Do something to the cache and to sequences as a whole or not at all.
+
+        If there is no room for it, what unreachable sequences hold is freed, and it is tried again.
+        """
+        changes = self.cache.changes
+        if changes.is_open:
+            return step()
+        try:
+            return changes.run(step)
+        except (CacheFull, SequenceIdError):
+            if not (self.reclaim() or (gc.collect() and self.reclaim())):
+                raise
+        return changes.run(step)
+
+    def reclaim(self) -> bool:
+        """Free the ids and cells of sequences that nobody refers to; whether there were any."""
+        gone = [seq_id for seq_id, sequence in self._sequences.items() if sequence() is None]
+        if gone:
+            self.cache.changes.run(self._free, gone)
+        return bool(gone)
+
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
-        with self._lock:
-            if self._sequences.pop(sequence.seq_id, None) is None or self._closed:
-                return
-            self.cache.seq_rm(sequence.seq_id, -1, -1)
-            heapq.heappush(self._free_ids, sequence.seq_id)
+        held = self._sequences.get(sequence.seq_id)
+        if held is not None and held() is sequence:
+            self._free([sequence.seq_id])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the context was closed."""
+        return self._closed
 
     def close(self) -> None:
         """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             for sequence in self.sequences:
                 sequence.close()
@@ -348,15 +367,40 @@ class Context:
         else:
             snapshot = read_single(path) if single else read_snapshot(path)
             ready = prepare(self.facts, snapshot, options)
-        made: list[Sequence] = []
-        try:
-            made.extend(self.sequence() for _ in range(ready.content.n_seqs))
-            self.put(ready, made)
-        except BaseException:
-            for sequence in made:
-                sequence.close()
-            raise
+        return self.change(partial(self._put_into_new, ready))
+
+    def _put_into_new(self, ready: Ready) -> list[Sequence]:
+        made = [self._new_sequence() for _ in range(ready.content.n_seqs)]
+        self._put(ready, made)
         return made
+
+    def _put(self, ready: Ready, chosen: Iterable[Sequence]) -> None:
+        chosen = tuple(chosen)
+        before = [len(sequence) for sequence in chosen]
+        for sequence in chosen:
+            self.cache.changes.remember(sequence.remember())
+        ids = [sequence.seq_id for sequence in chosen]
+        put_content(self.cache, ready.content, ids, shift=ready.shift)
+        for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
+            sequence.adopt(text, n_before)
+            if ready.n_dropped:
+                sequence.trim(ready.n_dropped)
+
+    def _new_sequence(self) -> Sequence:
+        n_seq_max = self.spec.n_seq_max
+        seq_id = next((i for i in range(n_seq_max) if i not in self._sequences), None)
+        if seq_id is None:
+            raise SequenceIdError(
+                f"all {n_seq_max} sequences are taken: close one or use a larger n_seq_max"
+            )
+        sequence = Sequence(self, seq_id)
+        self._sequences[seq_id] = ref(sequence)
+        return sequence
+
+    def _free(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            self.cache.seq_rm(seq_id, -1, -1)
+            del self._sequences[seq_id]
 
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
@@ -424,18 +468,30 @@ def save_llama_file(
         write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
 
 
-def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
-    """Return what puts a context's sequences back as they are now."""
-    kept, kept_ids = dict(sequences), list(free_ids)
-    undos = [sequence.remember() for sequence in kept.values()]
+def remember_ids(sequences: dict[int, ref[Sequence]]) -> Undo:
+    """Return what makes a context's sequences those that it has now."""
+    kept = dict(sequences)
 
     def undo() -> None:
-        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
         sequences.clear()
-        for sequence in made:
-            sequence.close()  # the context no longer has it, so no cell is touched
         sequences.update(kept)
-        free_ids[:] = kept_ids
+
+    return undo
+
+
+def remember_sequences(sequences: dict[int, ref[Sequence]]) -> Undo:
+    """Return what puts a context's sequences back as they are now."""
+    put_back = remember_ids(sequences)
+    found = [held() for held in sequences.values()]
+    kept = [sequence for sequence in found if sequence is not None]
+    undos = [sequence.remember() for sequence in kept]
+
+    def undo() -> None:
+        for held in sequences.values():
+            sequence = held()
+            if sequence is not None and sequence not in kept:
+                sequence.disown()
+        put_back()
         for restore in undos:
             restore()
 

@@ -5,7 +5,10 @@ A sequence is its cells, which the cache has under ``seq_id``, and what is known
 those that were sampled last, and those that an edit took back further than it had to. They are
 computed together with what comes next.
 
-Threads that share a context take turns: one call at a time, on whichever of its sequences.
+Threads that share a context take turns: one call at a time, on whichever of its sequences. A call
+happens as a whole or not at all, also when an exception comes from outside (Ctrl-C); each token of
+a generation is a call. What a sequence holds that nobody refers to any more is freed when its id or
+its cells are wanted.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import Undo
+from kvcellar.cache.changes import Undo
 from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
 from kvcellar.runtime.generation import FinishReason, Generation
@@ -46,6 +49,21 @@ def synchronized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             return method(self, *args, **kwargs)
 
     return alone
+
+
+def changing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Do the same, and make the method happen as a whole or not at all."""
+
+    @wraps(method)
+    def whole(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def noted() -> R:
+            self.context.cache.changes.remember(self.remember())
+            return method(self, *args, **kwargs)
+
+        with self.turn:
+            return self.context.change(noted)
+
+    return whole
 
 
 class Sequence:
@@ -106,13 +124,8 @@ class Sequence:
         if not self._state.pending.tokens:
             if (logits := self._known_logits()) is not None:
                 return logits
-            text = self._fetch()
-            if not text.tokens:
-                raise OptionError("the sequence is empty: append a prompt first")
             # After an edit the last token's logits are gone: take it out and compute it again.
-            last = PendingTokens(text.tokens[-1:], text.positions[-1:].tolist())
-            state = text.go_back(len(text.tokens) - 1)
-            self._state = state._replace(pending=last.prepended(state.pending))
+            self._take_out_last()
         return self._compute(self._state.pending)
 
     @property
@@ -138,7 +151,6 @@ class Sequence:
 
     # -- computing
 
-    @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Append text or token ids and compute them; return the sequence itself.
 
@@ -149,8 +161,9 @@ class Sequence:
             BatchError: nothing to add, or a token id outside the vocabulary.
             CacheFull: not enough free cells; nothing has changed.
         """
-        self._check_open()
-        self._compute(self._state.pending.appended(self.to_ids(prompt)))
+        with self.turn:
+            self._check_open()
+            self._compute(self._state.pending.appended(self.to_ids(prompt)))
         return self
 
     @synchronized
@@ -166,7 +179,7 @@ class Sequence:
         if self._state.pending.tokens:
             self._compute(self._state.pending)
 
-    @synchronized
+    @changing
     def fork(self) -> Sequence:
         """Make a new sequence that shares every cell with this one; no byte is copied.
 
@@ -175,11 +188,7 @@ class Sequence:
         """
         self._check_open()
         child = self.context.sequence()
-        try:
-            self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
-        except BaseException:
-            child.close()
-            raise
+        self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
         child._state = self._state  # noqa: SLF001  (of the same class)
         return child
 
@@ -228,7 +237,7 @@ class Sequence:
 
     # -- edits
 
-    @synchronized
+    @changing
     def trim(self: S, n_tokens: int) -> S:
         """Drop the last ``n_tokens`` tokens; return the sequence itself.
 
@@ -241,7 +250,7 @@ class Sequence:
             self._state = text.keep(size - n_tokens)
         return self
 
-    @synchronized
+    @changing
     def remove(self: S, start: int, stop: int, *, gap: Gap = "close") -> S:
         """Remove tokens ``[start, stop)``, counted as in ``tokens``; return the sequence itself.
 
@@ -271,7 +280,7 @@ class Sequence:
         self._state = text.remove(start, stop, gap)
         return self
 
-    @synchronized
+    @changing
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
         """Discard tokens behind the first ``keep`` and move the rest up; return how many.
 
@@ -287,7 +296,7 @@ class Sequence:
         self._state = text.remove(start, stop, "close")
         return stop - start
 
-    @synchronized
+    @changing
     def make_room(self, shift: ContextShift) -> None:
         """Shift the context until pending tokens fit, as :meth:`stream` does with ``shift``.
 
@@ -295,6 +304,8 @@ class Sequence:
             CacheFull: a shift would free no cell, because others share them.
         """
         cache, seq_id = self.context.cache, self.seq_id
+        if len(self._state.pending) > cache.n_free():
+            self.context.reclaim()
         n_max = min(cache.spec.size, self.context.model.spec.n_ctx_train)
         pending = self._state.pending
         while len(pending) > cache.n_free() or pending.end(cache.seq_pos_max(seq_id) + 1) > n_max:
@@ -304,7 +315,7 @@ class Sequence:
             self._state = text.remove(*span, "close")
             pending = self._state.pending
 
-    @synchronized
+    @changing
     def self_extend(self: S, group: int, width: int) -> S:
         """Share positions among tokens, so that more text fits what the model was trained for.
 
@@ -393,9 +404,15 @@ class Sequence:
 
     def close(self) -> None:
         """Free the cells that no other sequence shares; closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self.context.release(self)
+        with self.turn:
+            if self.context.is_closed:
+                self._closed = True
+            elif not self._closed:
+                self._close()
+
+    def disown(self) -> None:
+        """Close a sequence that the context no longer has; no cell is touched."""
+        self._closed = True
 
     @property
     def is_closed(self) -> bool:
@@ -488,22 +505,32 @@ class Sequence:
         self._check_open()
         return CachedText(self.context.cache, self.seq_id, self._state)
 
+    @changing
+    def _close(self) -> None:
+        self.context.release(self)
+        self._closed = True
+
+    @changing
+    def _take_out_last(self) -> None:
+        """Make the last token pending."""
+        text = self._fetch()
+        if not text.tokens:
+            raise OptionError("the sequence is empty: append a prompt first")
+        last = PendingTokens(text.tokens[-1:], text.positions[-1:].tolist())
+        state = text.go_back(len(text.tokens) - 1)
+        self._state = state._replace(pending=last.prepended(state.pending))
+
+    @changing
     def _compute(self, pending: PendingTokens) -> Float32Array:
         """Decode pending tokens; return the logits behind them."""
-        cache, seq_id, before = self.context.cache, self.seq_id, self._state
+        cache, seq_id = self.context.cache, self.seq_id
         end = cache.seq_pos_max(seq_id) + 1
         positions = pending.positions(end) if pending.places else None
-        self._state = before._replace(pending=PendingTokens(), logits=None)
-        try:
-            batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
-            logits: Float32Array = self.context.decode(batch)[-1]
-            logits_end = cache.seq_pos_max(seq_id) + 1
-            self._state = self._state._replace(logits=logits, logits_end=logits_end)
-        except BaseException:
-            # Ctrl-C may come after the cells were filled: a token must not be pending as well.
-            if cache.seq_pos_max(seq_id) + 1 == end:
-                self._state = before
-            raise
+        batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
+        logits: Float32Array = self.context.decode(batch)[-1]
+        self._state = self._state._replace(
+            pending=PendingTokens(), logits=logits, logits_end=cache.seq_pos_max(seq_id) + 1
+        )
         return logits
 
     def _known_logits(self) -> Float32Array | None:
