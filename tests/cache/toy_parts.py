@@ -49,11 +49,11 @@ class ToyStates(RecurrentCache):
     def watch(self, remember: Remember) -> None:
         raise AssertionError(f"{remember} watches a part")
 
-    def state(self) -> object:
+    def state(self) -> tuple[list[Text], list[set[int]]]:
         return [list(text) for text in self.texts], [set(kept) for kept in self.kept]
 
-    def load(self, state: object) -> None:
-        texts, kept = state  # type: ignore[misc]
+    def load(self, state: tuple[list[Text], list[set[int]]]) -> None:
+        texts, kept = state
         self.texts, self.kept = [list(text) for text in texts], [set(one) for one in kept]
 
     def _remember(self) -> Undo:

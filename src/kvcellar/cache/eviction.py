@@ -369,6 +369,7 @@ class SlidingPlacement(CellPart):
             self._eviction.put(micro, cells)
             self._cells.append(cells)
             self._sync.mark(cells)
+            self._sync.changes.log.append(partial(self._eviction.store.wipe, cells))
             self._sync.wipe_freed(self._table.n_kv(self._padding))
 
     def _forget_from(self, n_cells: int) -> None:

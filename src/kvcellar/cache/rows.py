@@ -162,6 +162,7 @@ class StoreSync:
         if held is not None:
             self._keep_rows(cells[held[cells]], self._parts)
         self.mark(cells)
+        self.changes.log.append(partial(self._store.wipe, cells))  # before kept rows come back
 
     def mark(self, cells: Int64Array) -> None:
         """Mark cells as written: what they hold has to be wiped once they are free."""

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
-from weakref import ref
 
 import numpy as np
 
@@ -56,7 +55,7 @@ from kvcellar.runtime.saving import (
     require_single,
     take_snapshot,
 )
-from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.sequence import HeldSequence, Sequence
 from kvcellar.snapshot.container import read_snapshot, write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import FileGeneration, Kind
@@ -106,7 +105,7 @@ class Context:
             self._memory.close()
             raise
         self.memory_spec = spec
-        self._sequences: dict[int, ref[Sequence]] = {}
+        self._sequences: dict[int, HeldSequence] = {}
         self._lock = threading.RLock()
         self._closed = False
         self.cache.watch(partial(remember_sequences, self._sequences))
@@ -119,10 +118,9 @@ class Context:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The open sequences, by id."""
+        """The open sequences, by id; also those that nobody else refers to."""
         with self._lock:
-            found = [self._sequences[i]() for i in sorted(self._sequences)]
-            return tuple(sequence for sequence in found if sequence is not None)
+            return tuple(self._handle(self._sequences[i]) for i in sorted(self._sequences))
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
         """Make a new sequence, with a prompt computed into it if one is given.
@@ -316,16 +314,14 @@ class Context:
 
     def reclaim(self) -> bool:
         """Free the ids and cells of sequences that nobody refers to; whether there were any."""
-        gone = [seq_id for seq_id, sequence in self._sequences.items() if sequence() is None]
+        gone = [held for held in self._sequences.values() if not held.is_reachable]
         if gone:
             self.cache.changes.run(self._free, gone)
         return bool(gone)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, held: HeldSequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
-        held = self._sequences.get(sequence.seq_id)
-        if held is not None and held() is sequence:
-            self._free([sequence.seq_id])
+        self._free([held])
 
     @property
     def is_closed(self) -> bool:
@@ -336,8 +332,8 @@ class Context:
         """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
             self._closed = True
-            for sequence in self.sequences:
-                sequence.close()
+            for held in self._sequences.values():
+                held.is_closed = True
             self._memory.close()
 
     def __enter__(self) -> Context:
@@ -378,7 +374,7 @@ class Context:
         chosen = tuple(chosen)
         before = [len(sequence) for sequence in chosen]
         for sequence in chosen:
-            self.cache.changes.remember(sequence.remember())
+            self.cache.changes.remember(sequence.held.remember())
         ids = [sequence.seq_id for sequence in chosen]
         put_content(self.cache, ready.content, ids, shift=ready.shift)
         for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
@@ -393,14 +389,19 @@ class Context:
             raise SequenceIdError(
                 f"all {n_seq_max} sequences are taken: close one or use a larger n_seq_max"
             )
-        sequence = Sequence(self, seq_id)
-        self._sequences[seq_id] = ref(sequence)
-        return sequence
+        held = self._sequences[seq_id] = HeldSequence(seq_id)
+        return self._handle(held)
 
-    def _free(self, seq_ids: Iterable[int]) -> None:
-        for seq_id in seq_ids:
-            self.cache.seq_rm(seq_id, -1, -1)
-            del self._sequences[seq_id]
+    def _handle(self, held: HeldSequence) -> Sequence:
+        known = None if held.handle is None else held.handle()
+        return Sequence(self, held) if known is None else known
+
+    def _free(self, sequences: Iterable[HeldSequence]) -> None:
+        for held in sequences:
+            self.cache.changes.remember(held.remember())
+            self.cache.seq_rm(held.seq_id, -1, -1)
+            del self._sequences[held.seq_id]
+            held.is_closed = True
 
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
@@ -468,7 +469,7 @@ def save_llama_file(
         write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
 
 
-def remember_ids(sequences: dict[int, ref[Sequence]]) -> Undo:
+def remember_ids(sequences: dict[int, HeldSequence]) -> Undo:
     """Return what makes a context's sequences those that it has now."""
     kept = dict(sequences)
 
@@ -479,18 +480,15 @@ def remember_ids(sequences: dict[int, ref[Sequence]]) -> Undo:
     return undo
 
 
-def remember_sequences(sequences: dict[int, ref[Sequence]]) -> Undo:
+def remember_sequences(sequences: dict[int, HeldSequence]) -> Undo:
     """Return what puts a context's sequences back as they are now."""
     put_back = remember_ids(sequences)
-    found = [held() for held in sequences.values()]
-    kept = [sequence for sequence in found if sequence is not None]
-    undos = [sequence.remember() for sequence in kept]
+    kept = list(sequences.values())
+    undos = [held.remember() for held in kept]
 
     def undo() -> None:
         for held in sequences.values():
-            sequence = held()
-            if sequence is not None and sequence not in kept:
-                sequence.disown()
+            held.is_closed = held not in kept or held.is_closed
         put_back()
         for restore in undos:
             restore()

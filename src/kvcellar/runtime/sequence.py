@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from weakref import ReferenceType, ref
 
 from kvcellar.batch import Batch
 from kvcellar.cache.changes import Undo
@@ -57,13 +58,46 @@ def changing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
     @wraps(method)
     def whole(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         def noted() -> R:
-            self.context.cache.changes.remember(self.remember())
+            self.context.cache.changes.remember(self.held.remember())
             return method(self, *args, **kwargs)
 
         with self.turn:
             return self.context.change(noted)
 
     return whole
+
+
+class HeldSequence:
+    """What a context holds of a sequence beside its cells, for as long as it has its id.
+
+    Attributes:
+        seq_id: its id.
+        state: its text.
+        is_closed: whether its id has been given back.
+        handle: the sequence by which users reach it; None, or dead: nobody does.
+    """
+
+    __slots__ = ("handle", "is_closed", "seq_id", "state")
+
+    def __init__(self, seq_id: int) -> None:
+        self.seq_id = seq_id
+        self.state = TextState()
+        self.is_closed = False
+        self.handle: ReferenceType[Sequence] | None = None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether anybody refers to the sequence."""
+        return self.handle is not None and self.handle() is not None
+
+    def remember(self) -> Undo:
+        """Return what puts it back as it is now, except for its cells."""
+        state, is_closed = self.state, self.is_closed
+
+        def undo() -> None:
+            self.state, self.is_closed = state, is_closed
+
+        return undo
 
 
 class Sequence:
@@ -73,16 +107,26 @@ class Sequence:
         context: where its cells are.
         seq_id: its id for llama.cpp's verbs on ``context.cache``.
         turn: holds off other threads.
+        held: what the context holds of it.
         finish_reason: why the last generation ended, None before and while it runs.
     """
 
-    def __init__(self, context: Context, seq_id: int) -> None:
+    finish_reason: FinishReason | None = None
+
+    def __init__(self, context: Context, held: HeldSequence) -> None:
         self.context = context
-        self.seq_id = seq_id
+        self.seq_id = held.seq_id
         self.turn = context.exclusive()
-        self.finish_reason: FinishReason | None = None
-        self._state = TextState()
-        self._closed = False
+        self.held = held
+        held.handle = ref(self)
+
+    @property
+    def _state(self) -> TextState:
+        return self.held.state
+
+    @_state.setter
+    def _state(self, state: TextState) -> None:
+        self.held.state = state
 
     # -- what it holds
 
@@ -406,18 +450,14 @@ class Sequence:
         """Free the cells that no other sequence shares; closing twice is fine."""
         with self.turn:
             if self.context.is_closed:
-                self._closed = True
-            elif not self._closed:
+                self.held.is_closed = True
+            elif not self.held.is_closed:
                 self._close()
-
-    def disown(self) -> None:
-        """Close a sequence that the context no longer has; no cell is touched."""
-        self._closed = True
 
     @property
     def is_closed(self) -> bool:
         """Whether the sequence was closed."""
-        return self._closed
+        return self.held.is_closed
 
     def __enter__(self) -> Sequence:
         return self
@@ -426,7 +466,7 @@ class Sequence:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self)} tokens"
+        state = "closed" if self.held.is_closed else f"{len(self)} tokens"
         return f"<Sequence {self.seq_id}: {state}>"
 
     # -- former names, for one release
@@ -495,10 +535,6 @@ class Sequence:
                 state = state.inexact(saved.inexact_from)
         self._state = state
 
-    def remember(self) -> Undo:
-        """Return what puts the sequence back as it is now, except for its cells."""
-        return partial(vars(self).update, dict(vars(self)))
-
     # -- steps
 
     def _fetch(self) -> CachedText:
@@ -507,8 +543,7 @@ class Sequence:
 
     @changing
     def _close(self) -> None:
-        self.context.release(self)
-        self._closed = True
+        self.context.release(self.held)
 
     @changing
     def _take_out_last(self) -> None:
@@ -544,7 +579,7 @@ class Sequence:
         return None
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.held.is_closed:
             raise ClosedError(f"sequence {self.seq_id} is closed")
 
 
