@@ -24,7 +24,7 @@ from kvcellar.cache.content import SequenceData
 from kvcellar.cache.placement import Placement
 from kvcellar.cache.view import CacheView
 from kvcellar.cellsets import clamp_range
-from kvcellar.errors import CacheError, OptionError
+from kvcellar.errors import CacheError, OptionError, not_copied
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 OnShared: TypeAlias = Literal["copy", "move"]
@@ -51,6 +51,10 @@ class Cache(ABC):
         keeps_every_token: whether each token stays until it is removed, and any can be. A state
             absorbs its tokens, a window loses them.
     """
+
+    __reduce_ex__ = not_copied(
+        "a cache", "make another, and copy sequences with seq_cp, or with state_get and state_set"
+    )
 
     spec: CacheSpec
     parts: tuple[Cache, ...]
@@ -352,6 +356,8 @@ class Transaction(ABC):
         nest: the open transactions of the cache, the innermost last, itself from now on among them.
         watchers: those outside of the cache that take part.
     """
+
+    __reduce_ex__ = not_copied("a transaction", "open another within it with cache.transaction()")
 
     def __init__(
         self, cache: Cache, nest: Sequence[Transaction], watchers: Sequence[Remember]
