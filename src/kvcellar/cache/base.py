@@ -30,7 +30,7 @@ from kvcellar.cache.placement import CellPart, OpenBatch, Placement
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cache.view import CacheView
 from kvcellar.cellsets import clamp_range
-from kvcellar.errors import CacheError, OptionError
+from kvcellar.errors import CacheError, OptionError, not_copied
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 OnShared: TypeAlias = Literal["copy", "move"]
@@ -52,6 +52,10 @@ class Cache(ABC):
         keeps_every_token: whether each token stays until it is removed, and any can be. A state
             absorbs its tokens, a window loses them.
     """
+
+    __reduce_ex__ = not_copied(
+        "a cache", "make another, and copy sequences with seq_cp, or with state_get and state_set"
+    )
 
     spec: CacheSpec
     parts: tuple[Cache, ...]
@@ -373,6 +377,8 @@ class Transaction:
     As a context manager it commits when the block ends, and rolls back when it ends by an
     exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
     """
+
+    __reduce_ex__ = not_copied("a transaction", "open another within it with cache.transaction()")
 
     def __init__(self, savepoint: Savepoint) -> None:
         self._savepoint = savepoint

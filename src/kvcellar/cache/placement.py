@@ -20,7 +20,7 @@ from kvcellar.cache.changes import Changes, atomic, forward
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.cellsets import unpack_owners
-from kvcellar.errors import BatchError, CacheError, CacheFull
+from kvcellar.errors import BatchError, CacheError, CacheFull, not_copied
 from kvcellar.plan import CellPlan, Plan, attention_mask, cell_lists
 from kvcellar.types import Float16Array, Int64Array, OwnerBits
 
@@ -37,6 +37,8 @@ class Placement:
             for plan in placement.plans():
                 run(plan)
     """
+
+    __reduce_ex__ = not_copied("a placement", "commit or release it, and place the batch again")
 
     def __init__(self, batch: OpenBatch) -> None:
         self._batch = batch

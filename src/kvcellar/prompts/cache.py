@@ -35,6 +35,7 @@ from kvcellar.errors import (
     SnapshotError,
     StoreError,
     check_range,
+    not_copied,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
@@ -78,6 +79,8 @@ class PromptCache:
         OptionError: there is no such type, or a block size outside its range.
         LibraryError: compression needs a library that is not installed.
     """
+
+    __reduce_ex__ = not_copied("a PromptCache", "make another over a store that is opened again")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +38,7 @@ from kvcellar.errors import (
     SequenceIdError,
     TokenizerError,
     check_range,
+    not_copied,
 )
 from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
@@ -86,6 +87,11 @@ class Context:
         OptionError: an option outside its range.
         AllocationError: the K/V buffer cannot be allocated; nothing is left behind.
     """
+
+    __reduce_ex__ = not_copied(
+        "a Context",
+        "make another with model.context(), and Context.save() and load() move what is in it",
+    )
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         spec = options.memory_spec(model.spec, model.why_no_kernel)
@@ -535,6 +541,9 @@ class Timings:
     decode_seconds: float = 0.0
     n_decodes: int = 0
     graph_seconds: float = 0.0
+
+    def __reduce__(self) -> tuple[type[Timings], tuple[object, ...]]:
+        return Timings, astuple(self)
 
     def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
         """Count one call of decode."""

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kvcellar.backends.base import ModelFile, OpenMemory
-from kvcellar.errors import ClosedError, OptionError
+from kvcellar.errors import ClosedError, OptionError, not_copied
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
@@ -50,6 +50,10 @@ class Model:
         LibraryError: the backend's library cannot be used.
         OptionError: ``n_threads`` is outside its range, or no such backend.
     """
+
+    __reduce_ex__ = not_copied(
+        "a Model", "open its path again with Model.from_gguf(); the file is mapped once"
+    )
 
     def __init__(
         self, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"

@@ -22,16 +22,29 @@ from weakref import ReferenceType, ref
 
 from kvcellar.batch import Batch
 from kvcellar.cache.changes import Undo
-from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
+from kvcellar.errors import (
+    BatchError,
+    ClosedError,
+    NotSupported,
+    OptionError,
+    check_choice,
+    check_integers,
+    check_kind,
+    check_path,
+    check_range,
+    check_text,
+    not_copied,
+    shown,
+)
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
-from kvcellar.runtime.generation import FinishReason, Generation
+from kvcellar.runtime.generation import FinishReason, Generation, StreamSlot
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
 from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
-from kvcellar.types import Float32Array, Int32Array, KVType
+from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
@@ -111,6 +124,7 @@ class Sequence:
         finish_reason: why the last generation ended, None before and while it runs.
     """
 
+    __reduce_ex__ = not_copied("a Sequence", "use fork(), or save() and Context.load()")
     finish_reason: FinishReason | None = None
 
     def __init__(self, context: Context, held: HeldSequence) -> None:
@@ -118,6 +132,7 @@ class Sequence:
         self.seq_id = held.seq_id
         self.turn = context.exclusive()
         self.held = held
+        self._streaming = StreamSlot()
         held.handle = ref(self)
 
     @property
@@ -191,6 +206,7 @@ class Sequence:
 
     @stored_as.setter
     def stored_as(self, name: str) -> None:
+        check_text("stored_as", name)
         self._state = self._state._replace(stored_as=name)
 
     # -- computing
@@ -212,8 +228,13 @@ class Sequence:
 
     @synchronized
     def push(self, token: int) -> None:
-        """Append one token as pending, not computed yet."""
+        """Append one token as pending, not computed yet.
+
+        Raises:
+            OptionError: it is no token of the vocabulary.
+        """
         self._check_open()
+        token = check_range("token", token, 0, self.context.model.spec.n_vocab - 1)
         self._state = self._state._replace(pending=self._state.pending.appended([token]))
 
     @synchronized
@@ -264,6 +285,10 @@ class Sequence:
         (cut from the text, its tokens stay), or after ``max_tokens``; ``finish_reason`` says
         which. Every token yielded is part of the sequence, also when the caller stops early.
 
+        One stream runs on a sequence at a time, until it is exhausted, closed, dropped, or ended by
+        an error. Meanwhile the sequence may be edited, and forked: the next token is sampled from
+        the text as it is by then.
+
         Args:
             max_tokens: the most tokens to generate; None: until a stop or a full cache.
             stop: one or several strings to stop at.
@@ -274,10 +299,15 @@ class Sequence:
 
         Raises:
             OptionError: an argument outside its range, or an empty sequence.
+            TokenizerError: the model has no tokenizer; nothing was sampled.
+            SequenceBusy: another stream runs on this sequence.
             CacheFull: no cell for the next token; what was generated stays in the sequence.
         """
-        self._check_open()
-        return iter(Generation(self, max_tokens, stop, shift, options, sampling))
+        with self.turn:
+            self._check_open()
+            self._streaming.require_free(self.seq_id)
+            generation = Generation(self, max_tokens, stop, shift, options, sampling)
+            return self._streaming.take(iter(generation))
 
     # -- edits
 
@@ -314,8 +344,7 @@ class Sequence:
         text = self._fetch()
         stop = check_range("stop", stop, 0, len(text))
         start = check_range("start", start, 0, stop)
-        if gap not in ("close", "keep"):
-            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
+        check_choice("gap", gap, ("close", "keep"))
         if gap == "keep" and start < stop < len(text) and text.cache.has_states:
             raise NotSupported(
                 'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
@@ -347,6 +376,7 @@ class Sequence:
         Raises:
             CacheFull: a shift would free no cell, because others share them.
         """
+        check_kind("shift", shift, ContextShift)
         cache, seq_id = self.context.cache, self.seq_id
         if len(self._state.pending) > cache.n_free():
             self.context.reclaim()
@@ -408,7 +438,7 @@ class Sequence:
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
-        options = SaveOptions(type_k, type_v, compress, checkpoints)
+        options, path = SaveOptions(type_k, type_v, compress, checkpoints), check_path("path", path)
         size = len(self)
         stop = size if stop is None else check_range("stop", stop, 0, size)
         start = check_range("start", start, 0, stop)
@@ -419,7 +449,7 @@ class Sequence:
         else:
             text = self.saved_text()
             snapshot = take_part(facts, self.seq_id, text, self.positions, start, stop, options)
-        return write_snapshot(path, snapshot, compress=compress)
+        return write_snapshot(path, snapshot, compress=options.compress)
 
     @synchronized
     def load(
@@ -439,9 +469,9 @@ class Sequence:
         without what stands before.
         """
         self._check_open()
+        options, path = LoadOptions(start, stop, positions, convert), check_path("path", path)
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
-        options = LoadOptions(start, stop, positions, convert)
         snapshot = read_single(path)  # before the facts, which may hash the weights
         self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
@@ -501,8 +531,8 @@ class Sequence:
             is_first = len(self) == 0
             return self.context.model.tokenizer.encode(prompt, add_special=is_first)
         if not isinstance(prompt, Iterable):
-            raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
-        return list(prompt)
+            raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
+        return check_integers("prompt", prompt, BatchError)
 
     @synchronized
     def saved_text(self) -> SavedText:
@@ -518,6 +548,8 @@ class Sequence:
 
     def adopt(self, saved: SavedText, n_before: int) -> None:
         """Take over what was saved, now that the cache has it behind ``n_before`` tokens."""
+        check_kind("saved", saved, SavedText)
+        check_range("n_before", n_before, 0, MAX_POSITION)
         cache, seq_id, state = self.context.cache, self.seq_id, self._state
         if saved.self_extended:
             before = state.in_order(cache.seq_tokens(seq_id).tolist())[:n_before]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from kvcellar.errors import ClosedError
+from kvcellar.errors import ClosedError, not_copied
 from kvcellar.stores.base import (
     REMEMBERED,
     Absence,
@@ -37,6 +37,11 @@ class MemoryStore:
     Args:
         max_bytes: limit of the bytes of all values; None: no limit.
     """
+
+    __reduce_ex__ = not_copied(
+        "a store in memory",
+        "share it among threads as it is; processes can share a store on disk or in Redis",
+    )
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = check_budget(max_bytes)

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import xxhash
 
-from kvcellar.errors import ClosedError, OptionError, StoreError
+from kvcellar.errors import ClosedError, OptionError, StoreError, not_copied
 from kvcellar.stores.base import (
     FIELDS,
     MAX_AGE_S,
@@ -137,6 +137,8 @@ class RedisStore:
         OptionError: an argument is out of range.
         StoreError: the package redis is not installed, or the server cannot be reached.
     """
+
+    __reduce_ex__ = not_copied("an open store", "open its URL again: any number of processes may")
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ _DEEPSEEK = (
     "[\r\n]",
     rf"\s?[{_CASED_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$",
+    r"(?<!\s)\s+$",  # finds what \s+$ does, without trying each space of a run in the middle
     _CJK,
     r"\p{N}+",
 )

@@ -57,6 +57,10 @@ class ChatTemplate:
         self._special = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._template = _compile(source)
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, ...]]:
+        """Copy and pickle it as its source, which is compiled again."""
+        return ChatTemplate, (self.source, *self._special.values())
+
     @classmethod
     def from_metadata(
         cls, metadata: Metadata, tokenizer: Tokenizer, name: str | None = None

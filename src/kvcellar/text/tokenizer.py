@@ -90,6 +90,11 @@ class Tokenizer:
         return len(self.vocab)
 
     @property
+    def has_text(self) -> bool:
+        """Whether it turns text into tokens and back; otherwise it only counts them."""
+        return not isinstance(self._encoder, NoEncoder)
+
+    @property
     def bos_id(self) -> int | None:
         """The token that begins a text."""
         return self.vocab.bos_id

@@ -22,7 +22,7 @@ from kvcellar.backends.ggml.inputs import StateInputs
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, not_copied
 from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 BUFFER = "the state buffer"
@@ -41,6 +41,10 @@ class GgmlStateStore:
     Raises:
         AllocationError: the buffer cannot be had; nothing is left behind.
     """
+
+    __reduce_ex__ = not_copied(
+        "a GgmlStateStore", "make another, and move rows with their read and write methods"
+    )
 
     _context: int | None = None
     _buffer: Buffer | None = None

@@ -19,7 +19,7 @@ from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.rotation import rotate_rows
 from kvcellar.backends.hadamard import transform
-from kvcellar.errors import ClosedError, NotSupported, OptionError
+from kvcellar.errors import ClosedError, NotSupported, OptionError, not_copied
 from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
 
 
@@ -39,6 +39,10 @@ class GgmlStore:
         OptionError: a type whose blocks do not divide a head.
         AllocationError: a buffer cannot be had; nothing is left behind.
     """
+
+    __reduce_ex__ = not_copied(
+        "a GgmlStore", "make another, and move rows with their read and write methods"
+    )
 
     can_copy = True
 

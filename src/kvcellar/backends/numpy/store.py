@@ -18,7 +18,7 @@ from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.numpy.gguf import quants
 from kvcellar.backends.numpy.ops import rotated
-from kvcellar.errors import AllocationError, ClosedError, OptionError
+from kvcellar.errors import AllocationError, ClosedError, OptionError, not_copied
 from kvcellar.types import (
     AnyArray,
     ByteArray,
@@ -45,6 +45,10 @@ class NumpyStore:
         LibraryError: a quantised type, and the library for it is not installed.
         AllocationError: the buffers cannot be had; nothing is left behind.
     """
+
+    __reduce_ex__ = not_copied(
+        "a NumpyStore", "make another, and move rows with their read and write methods"
+    )
 
     can_copy = True
     can_shift = True

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.errors import StoreError
+from kvcellar.errors import StoreError, not_copied
 from kvcellar.stores.base import (
     WRITING_S,
     Absence,
@@ -81,6 +81,10 @@ class DiskStore:
     Raises:
         StoreError: the folder is something else, of a newer version, or cannot be read.
     """
+
+    __reduce_ex__ = not_copied(
+        "an open store", "open its folder again: any number of processes may"
+    )
 
     def __init__(
         self,
