@@ -233,6 +233,7 @@ def test_a_folder_that_cannot_be_written(
     assert counted.n == 1
     assert list(path.parent.iterdir()) == [path]
     kept = list((home / "kvcellar" / "weights").iterdir())
+    assert (home / "kvcellar" / "weights").stat().st_mode & 0o777 == 0o700
     assert len(kept) == 1
     assert kept[0].suffix == ".json"
     other = path.with_name("other.gguf")

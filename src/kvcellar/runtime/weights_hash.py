@@ -97,7 +97,7 @@ def _recall(place: Path, stamp: Mapping[str, int]) -> str | None:
 def _keep(place: Path, what: Mapping[str, int | str]) -> bool:
     """Write what is kept; return False if that place cannot be written."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(0o700, parents=True, exist_ok=True)  # the user's own
         with replacing(place) as beside:
             beside.write_text(json.dumps(what))
     except (OSError, SnapshotFileError):

@@ -11,6 +11,8 @@ significance first: exponents are alike, mantissas are not.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -38,6 +40,9 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "F16": np.float16,
     "F32": np.float32,
 }
+
+_OS_ERROR = re.compile(r"\(os error ([0-9]{1,9})\)")
+"""How safetensors quotes the number of an error of the system."""
 
 LEVEL = 3
 MAX_RATIO = 1000
@@ -76,6 +81,8 @@ def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
         try:
             save_file(arrays, beside, metadata)
         except SafetensorError as error:
+            if (number := _OS_ERROR.search(str(error))) is not None:
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise SnapshotFileError(f"cannot write {path}: {error}") from error
         return beside.stat().st_size
 

@@ -23,12 +23,15 @@ import re
 import stat
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import xxhash
 
 from kvcellar.stores.base import MAX_NOTE, Entry, encode_note, is_key
+from kvcellar.stores.disk.access import Access
 
 VALUES = "values"
 _MAGIC = b"KVCVALUE"
@@ -38,7 +41,6 @@ _DIGEST = 16
 _ALIGNMENT = 64
 _MAX_JSON = MAX_NOTE + 1024
 _GENERATION = re.compile("[0-9a-f]{16}")
-_BINARY = getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
@@ -86,20 +88,21 @@ class Header:
     start: int
 
 
-def write_value(path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool) -> None:
+def write_value(
+    path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool, access: Access
+) -> None:
     """Write a new file; with ``fsync``, wait until it and its name are on disk.
 
     If anything goes wrong, there is no file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    access.make_folder(path.parent.parent)
+    access.make_folder(path.parent)
     try:
-        try:
-            _write(descriptor, entry, pieces)
+        with FileIO(path, "x", opener=access.opener) as file:
+            access.settle(file)
+            _write(file.fileno(), entry, pieces)
             if fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                os.fsync(file.fileno())
         if fsync:
             sync_folder(path.parent)
             sync_folder(path.parent.parent)
@@ -115,14 +118,15 @@ def _write(descriptor: int, entry: Entry, pieces: Sequence[memoryview]) -> None:
     os.lseek(descriptor, start, os.SEEK_SET)
     for piece in pieces:
         digest.update(piece)
-        _write_all(descriptor, piece)
+        write_all(descriptor, piece)
     os.ftruncate(descriptor, start + entry.n_bytes)
     fixed = _FIXED.pack(_MAGIC, _VERSION, len(text), entry.n_bytes, digest.digest())
     os.lseek(descriptor, 0, os.SEEK_SET)
-    _write_all(descriptor, memoryview(fixed + xxhash.xxh3_128_digest(fixed + text) + text))
+    write_all(descriptor, memoryview(fixed + xxhash.xxh3_128_digest(fixed + text) + text))
 
 
-def _write_all(descriptor: int, piece: memoryview) -> None:
+def write_all(descriptor: int, piece: memoryview) -> None:
+    """Write all of it; the system may take it in parts."""
     while piece:
         piece = piece[os.write(descriptor, piece) :]
 
@@ -166,11 +170,8 @@ def _entry(text: bytes, n_bytes: int) -> Entry:
 
 def header_of(path: Path) -> Header:
     """:func:`read_header` of the file of that name."""
-    descriptor = _open(path)
-    try:
+    with _opened(path) as descriptor:
         return read_header(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def map_value(path: Path, key: str) -> memoryview:
@@ -179,32 +180,33 @@ def map_value(path: Path, key: str) -> memoryview:
     Raises:
         Damaged: it is not what was put under that key.
     """
-    descriptor = _open(path)
-    try:
+    with _opened(path) as descriptor:
         header = read_header(descriptor)
         if header.entry.key != key:
             raise Damaged(f"holds the value of {header.entry.key}")
         mapped = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(descriptor)
     value = mapped[header.start : header.start + header.entry.n_bytes]
     if xxhash.xxh3_128_digest(value) != header.digest:
         raise Damaged("value does not match its checksum")
     return value
 
 
-def _open(path: Path) -> int:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     """Open a file of values; anything else in its place counts as damage."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
+        with FileIO(path, "r", opener=_no_link) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Damaged("no file")
+            yield file.fileno()
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise Damaged("a link, which no store makes") from None
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise Damaged("a link or a folder, which no store makes there") from None
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise Damaged("no file")
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | _NO_LINK | _NO_WAIT)
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
@@ -242,8 +244,10 @@ def sync_folder(path: Path) -> None:
     """Sync the names in a folder to disk, where the system can."""
     if os.name != "posix":
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = -1
     try:
+        descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
