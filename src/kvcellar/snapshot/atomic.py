@@ -10,14 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import SnapshotFileError
-
-_ODD = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+from kvcellar.files import check_regular, why
 
 
 @contextmanager
@@ -45,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.chmod(mode)  # the writer may have put another file in its place
         beside.replace(target)
     except OSError as error:
-        raise SnapshotFileError(f"cannot write {path}: {error.strerror or error}") from error
+        raise SnapshotFileError(f"cannot write {path}: {why(error)}") from error
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
@@ -57,9 +50,7 @@ def _mode_of(path: Path) -> int | None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(mode):
-        what = _ODD.get(stat.S_IFMT(mode), "no file")
-        raise SnapshotFileError(f"cannot write {path}: it is {what}; name a file")
+    check_regular(mode)
     return stat.S_IMODE(mode)
 
 
