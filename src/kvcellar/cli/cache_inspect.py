@@ -23,11 +23,10 @@ from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import Miss, absent_of
 from kvcellar.runtime.demo import find_model
-from kvcellar.runtime.llama_files import is_llama_file
+from kvcellar.runtime.llama_files import is_llama_file, read_file
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import read_description, read_snapshot, snapshot_from
 from kvcellar.snapshot.llama.layout import LayerRows
-from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.native import VERSION
 from kvcellar.snapshot.snapshot import Snapshot, row_types
 
@@ -281,10 +280,7 @@ def _read_llama_file(path: Path, model_name: str | None) -> LlamaFacts:
         Model.from_gguf(find_model(model_name), n_threads=1) as model,
         model.context(n_ctx=1) as context,
     ):
-        try:
-            return _llama_facts(read_llama_file(path.read_bytes(), context.memory_spec))
-        except (SnapshotFileError, OSError) as error:
-            raise SnapshotFileError(f"{path}: {error}") from error
+        return _llama_facts(read_file(path, context.memory_spec))
 
 
 def _llama_facts(file: LlamaFile) -> LlamaFacts:

@@ -18,14 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import SnapshotFileError, disk_trouble
+from kvcellar.files import check_regular
 
-_ODD = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 _FOLDER = re.compile(r"\.kvcellar-[0-9a-f]{16}")
 _LEFT_S = 24 * 3600
 """Seconds after which what is being written was left by a process that ended."""
@@ -71,9 +65,7 @@ def _mode_of(path: Path) -> int | None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(mode):
-        what = _ODD.get(stat.S_IFMT(mode), "no file")
-        raise SnapshotFileError(f"cannot write {path}: it is {what}; name a file")
+    check_regular(mode)
     return stat.S_IMODE(mode)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -26,6 +26,7 @@ from safetensors.numpy import save, save_file
 
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
+from kvcellar.files import open_regular, why
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays, to_arrays
 from kvcellar.snapshot.snapshot import Snapshot
@@ -227,12 +228,23 @@ def _dtype(name: str, dtype: str) -> type[np.generic]:
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file for reading; errors name it."""
     try:
-        with safe_open(path, "numpy") as file:
+        with open_regular(path) as checked, safe_open(_again(checked, path), "numpy") as file:
             yield file
     except SnapshotFileError as error:
         raise SnapshotFileError(f"{path}: {error}") from error
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise SnapshotFileError(f"cannot read {path}: {why(error)}") from error
+    except SafetensorError as error:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def _again(file: BinaryIO, path: Path) -> Path:
+    """Return a path of an open file, for a library that opens files itself.
+
+    Where the system has such paths, it is that very file, whatever is at its path by now.
+    """
+    link = Path(f"/proc/self/fd/{file.fileno()}")
+    return link if os.access(link, os.R_OK) else path
 
 
 # -- compression

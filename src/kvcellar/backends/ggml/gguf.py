@@ -7,7 +7,7 @@ file, that arrays are of a sane size) is checked here, since a damaged file must
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, array_at
 from kvcellar.backends.ggml.library import Library, load
 from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.files import FileStamp, open_regular, why
 
 _STRING, _ARRAY = 8, 9
 _DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
@@ -54,6 +55,7 @@ class GgufFile:
 
     Attributes:
         path: the file.
+        stamp: its stamp when it was opened.
         metadata: key to int, float, bool, str, list of str, or NumPy array.
         tensors: name to place.
         address: where its first byte is in memory; valid as long as this object lives.
@@ -62,7 +64,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._map = _map_file(self.path)
+        self._map, self.stamp = _map_file(self.path)
         self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         self.data = array_at(self.address, np.uint8, (len(self._map),))
         try:
@@ -94,16 +96,18 @@ class GgufFile:
             )
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> tuple[mmap.mmap, FileStamp]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            stamp = FileStamp.of(file)
             magic = file.read(4)
             if magic != b"GGUF":
                 raise ModelFileError(f"{path} is not a GGUF file: it begins with {magic!r}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelFileError(f"cannot open {path}: {reason}") from error
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), stamp
+    except OSError as error:
+        raise ModelFileError(f"cannot open {path}: {why(error)}") from error
+    except ValueError as error:  # it became empty just now
+        raise ModelFileError(f"cannot map {path}: {error}") from error
 
 
 def _read_metadata(api: Ggml, handle: int) -> dict[str, object]:
@@ -186,6 +190,10 @@ class GgmlWeights:
         self._buffer: int | None = self._api.ggml_backend_cpu_buffer_from_ptr(
             file.address, len(file.data)
         )
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that the file has."""
+        return self._file.tensors.keys()
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor."""

@@ -15,21 +15,20 @@ writer died has no header.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
+from kvcellar.files import NotAFile, open_regular, why
 from kvcellar.stores.base import MAX_NOTE, Entry, encode_note, is_key
 from kvcellar.stores.disk.access import Access
 
@@ -41,8 +40,7 @@ _DIGEST = 16
 _ALIGNMENT = 64
 _MAX_JSON = MAX_NOTE + 1024
 _GENERATION = re.compile("[0-9a-f]{16}")
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
 
 
 class Damaged(Exception):
@@ -170,8 +168,8 @@ def _entry(text: bytes, n_bytes: int) -> Entry:
 
 def header_of(path: Path) -> Header:
     """:func:`read_header` of the file of that name."""
-    with _opened(path) as descriptor:
-        return read_header(descriptor)
+    with _open(path) as file:
+        return read_header(file.fileno())
 
 
 def map_value(path: Path, key: str) -> memoryview:
@@ -180,33 +178,23 @@ def map_value(path: Path, key: str) -> memoryview:
     Raises:
         Damaged: it is not what was put under that key.
     """
-    with _opened(path) as descriptor:
-        header = read_header(descriptor)
+    with _open(path) as file:
+        header = read_header(file.fileno())
         if header.entry.key != key:
             raise Damaged(f"holds the value of {header.entry.key}")
-        mapped = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     value = mapped[header.start : header.start + header.entry.n_bytes]
     if xxhash.xxh3_128_digest(value) != header.digest:
         raise Damaged("value does not match its checksum")
     return value
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open(path: Path) -> BinaryIO:
     """Open a file of values; anything else in its place counts as damage."""
     try:
-        with FileIO(path, "r", opener=_no_link) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Damaged("no file")
-            yield file.fileno()
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR):
-            raise Damaged("a link or a folder, which no store makes there") from None
-        raise
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | _NO_LINK | _NO_WAIT)
+        return open_regular(path, follow_links=False)
+    except NotAFile as error:
+        raise Damaged(f"no file of values: {why(error)}") from None
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
