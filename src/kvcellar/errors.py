@@ -170,13 +170,11 @@ class AllocationError(BackendError):
         n_bytes: how large it would have been.
     """
 
-    def __init__(self, buffer: str, n_bytes: int) -> None:
+    def __init__(self, buffer: str, n_bytes: int, hint: str = "") -> None:
         self.buffer = buffer
         self.n_bytes = n_bytes
-        super().__init__(
-            f"cannot allocate {n_bytes / 2**20:.1f} MiB for {buffer}: "
-            "use a smaller n_ctx, n_ubatch or K/V type"
-        )
+        remedy = hint or "use a smaller n_ctx, n_ubatch or K/V type"
+        super().__init__(f"cannot allocate {n_bytes / 2**20:.1f} MiB for {buffer}: {remedy}")
 
 
 class ComputeError(BackendError):
