@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.errors import CacheError, CacheFull, SequenceIdError
+from kvcellar.errors import CacheError, CacheFull, KVCellarError, SequenceIdError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
@@ -160,6 +160,32 @@ def text_of(seed: int, n: int) -> list[int]:
     return tokens
 
 
+class Opened:
+    """A model that several stages share, and what a context says that never held anything else.
+
+    Args:
+        scene: how it is opened.
+        models: the folder of its file.
+
+    Attributes:
+        scene: how it was opened.
+        model: the model.
+    """
+
+    def __init__(self, scene: Scene, models: Path) -> None:
+        self.scene = scene
+        self.model = Model.from_gguf(models / scene.file, n_threads=1, backend=scene.backend)
+        self.model.tokenizer = letters(self.model.spec.n_vocab)
+        self._fresh: dict[tuple[int, ...], Logits] = {}
+
+    def fresh(self, tokens: tuple[int, ...]) -> Logits:
+        """Return the logits after a text."""
+        if tokens not in self._fresh:
+            with self.model.context(**{**self.scene.options, "n_seq_max": 1}) as context:
+                self._fresh[tokens] = logits_of(context.sequence(tokens))
+        return self._fresh[tokens]
+
+
 class ContextStage(Stage):
     """A context on which an operation is interrupted; see the module.
 
@@ -179,11 +205,11 @@ class ContextStage(Stage):
     subject: Sequence
     _resting: Picture
 
-    def __init__(self, scene: Scene, operation: Operation, models: Path) -> None:
-        self._scene = scene
+    def __init__(self, opened: Opened, operation: Operation) -> None:
+        self._opened = opened
+        self._scene = opened.scene
         self._operation = operation
-        self.model = Model.from_gguf(models / scene.file, n_threads=1, backend=scene.backend)
-        self.model.tokenizer = letters(self.model.spec.n_vocab)
+        self.model = opened.model
         self.folder = Path(tempfile.mkdtemp(prefix="kvcellar-interrupts-"))
         self.kept: dict[str, Any] = {}
         self._known: dict[Picture, Known] = {}
@@ -196,7 +222,7 @@ class ContextStage(Stage):
 
     def learn(self) -> None:
         """Do the operation step by step, and keep what it leads to."""
-        self._new = self._fresh((NEW,))
+        self._new = self._opened.fresh((NEW,))
         n_steps = self._count_steps()
         for i in range(n_steps + 1):
             self.renew()
@@ -235,11 +261,9 @@ class ContextStage(Stage):
     def _compare_with_fresh(self, text: Text, logits: Logits) -> None:
         is_plain = text.positions == tuple(range(len(text.tokens)))
         if is_plain and text.inexact_from is None and not isinstance(logits, str):
-            self.same("wrong without an interrupt", str(text), logits, self._fresh(text.tokens))
-
-    def _fresh(self, tokens: tuple[int, ...]) -> Logits:
-        with self.model.context(**{**self._scene.options, "n_seq_max": 1}) as context:
-            return logits_of(context.sequence(tokens))
+            self.same(
+                "wrong without an interrupt", str(text), logits, self._opened.fresh(text.tokens)
+            )
 
     # -- a trial
 
@@ -268,7 +292,7 @@ class ContextStage(Stage):
             self._check_rest(known)
         except Fault:
             raise
-        except CacheError as error:
+        except KVCellarError as error:
             raise Fault("unusable", f"{type(error).__name__}: {error}") from error
         return known.happened
 
@@ -304,9 +328,8 @@ class ContextStage(Stage):
         context.close()
 
     def close(self) -> None:
-        """Close the model and remove the folder."""
-        with suppress(Exception):
-            self.model.close()
+        """Close the context and remove the folder; others may use the model."""
+        self.renew(broken=True)
         self._lock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.interrupts.contexts import (
     N_SEQ_MAX,
     ContextStage,
+    Opened,
     Operation,
     Scene,
     logits_of,
@@ -240,7 +242,13 @@ SCENES = {
 }
 
 
+@cache
+def _opened(scene: str, models: Path) -> Opened:
+    return Opened(SCENES[scene], models)
+
+
 def open_context_stage(argument: str) -> ContextStage:
-    """Open ``folder of models|scene|operation``."""
-    folder, scene, operation = argument.split("|")
-    return ContextStage(SCENES[scene], OPERATIONS[operation], Path(folder))
+    """Open ``folder of models|scene/operation``."""
+    folder, name = argument.split("|")
+    scene, _, operation = name.rpartition("/")
+    return ContextStage(_opened(scene, Path(folder)), OPERATIONS[operation])
