@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.errors import CacheError, CacheFull, KVCellarError, SequenceIdError
+from kvcellar.errors import CacheError, CacheFull, ClosedError, KVCellarError, SequenceIdError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
@@ -127,17 +127,19 @@ class Operation:
         name: what the command line calls it.
         act: the operation.
         steps: does the same step by step, for one that may stop in between.
+        n_steps: how many.
         before: brings the stage to where it begins, when there is a subject.
         after: proves what only this one has to leave in order; raises Fault.
-        n_base: tokens of ``base``.
+        closes: whether it closes the context.
     """
 
     name: str
     act: Callable[[ContextStage], object]
     steps: Callable[[ContextStage], Iterator[object]] | None = None
+    n_steps: int = 1
     before: Callable[[ContextStage], object] | None = None
     after: Callable[[ContextStage], object] | None = None
-    n_base: int = 14
+    closes: bool = False
 
 
 def letters(n: int) -> Tokenizer:
@@ -223,28 +225,26 @@ class ContextStage(Stage):
     def learn(self) -> None:
         """Do the operation step by step, and keep what it leads to."""
         self._new = self._opened.fresh((NEW,))
-        n_steps = self._count_steps()
+        n_steps = 0 if self._operation.closes else self._operation.n_steps
         for i in range(n_steps + 1):
-            self.renew()
             self.prepare()
             steps = self._steps()
             for _ in range(i):
-                next(steps)
+                self._step(steps)
             self._note("before" if i == 0 else "after" if i == n_steps else "between")
-        self.renew()
-
-    def _count_steps(self) -> int:
-        self.prepare()
-        try:
-            return sum(1 for _ in self._steps())
-        except CacheError as error:
-            raise NotApplicable(str(error)) from error
+            self.renew(broken=True)  # its texts are gone
 
     def _steps(self) -> Iterator[object]:
         if self._operation.steps is not None:
             yield from self._operation.steps(self)
         else:
             yield self._operation.act(self)
+
+    def _step(self, steps: Iterator[object]) -> None:
+        try:
+            next(steps)
+        except CacheError as error:
+            raise NotApplicable(str(error)) from error
 
     def _note(self, happened: Happened) -> None:
         """Keep the picture and what goes with it, which uses the context up."""
@@ -282,6 +282,9 @@ class ContextStage(Stage):
 
     def verify(self) -> Happened:
         """See the module."""
+        if self._operation.closes and self._is_closed():
+            self._check_closed()
+            return "after"
         self._check_idle()
         known = self._find(Picture.of(self.context))
         try:
@@ -337,10 +340,31 @@ class ContextStage(Stage):
 
     def _make(self) -> None:
         self.context = self._made = self.model.context(**self._scene.options)
-        self.base = self.context.sequence(text_of(1, self._operation.n_base))
-        self.other = self.context.sequence(text_of(2, 9))
+        self.base = self.context.sequence(text_of(1, 16))
+        self.other = self.context.sequence(text_of(2, 8))
         self._resting = Picture.of(self.context)
         self._used = self.context.cache.used
+
+    def _is_closed(self) -> bool:
+        try:
+            self.context.check_open()
+        except ClosedError:
+            return True
+        return False
+
+    def _check_closed(self) -> None:
+        """A context that was closed stays so, with its sequences; another one is not concerned."""
+        self._made = None
+        for _ in range(2):
+            self.context.close()
+            for sequence in (self.base, self.other, self.subject):
+                sequence.close()
+        left = [s.seq_id for s in (self.base, self.other, self.subject) if not s.is_closed]
+        if left or self.context.sequences:
+            raise Fault("close", f"sequences {left} of a closed context are open")
+        with self.model.context(**self._scene.options) as context:
+            what = "in another context"
+            self.same("wrong logits", what, logits_of(context.sequence([NEW])), self._new)
 
     def _check_idle(self) -> None:
         context = self.context

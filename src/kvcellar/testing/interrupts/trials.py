@@ -132,17 +132,30 @@ class Plan:
     only: tuple[str, ...] = ()
     seed: int = 0
 
+    @property
+    def needs_points(self) -> bool:
+        """Whether a trial needs points of the operation as it goes when it was done before."""
+        sampled = self.points != 0 or bool(self.twice)
+        return any(name[0].isdigit() for name in self.only) if self.only else sampled
+
+    @property
+    def needs_new(self) -> bool:
+        """Whether a trial needs points of the operation when everything is new."""
+        sampled = self.points is None or bool(self.new)
+        return any(name.startswith(NEW) for name in self.only) if self.only else sampled
+
     def names(self, points: list[Point], new: list[Point]) -> list[str]:
         """Return the names of the trials, in order."""
         if self.only:
             return list(self.only)
         if self.points is None:
             chosen, as_new = list(range(len(points))), list(range(len(new)))
+            again = spread(points, self.twice, self.seed)
         else:
             chosen = spread(points, self.points, self.seed)
+            again = spread(points, self.twice, self.seed + 1)
             as_new = spread(new, self.new, self.seed)
         rng = random.Random(self.seed)
-        again = [chosen[i * len(chosen) // self.twice] for i in range(min(self.twice, len(chosen)))]
         return [
             *map(str, chosen),
             *(f"{i}+{int(rng.expovariate(1 / 8))}" for i in again),
@@ -196,12 +209,9 @@ class Trials:
         """
         sys.unraisablehook = self._note_ignored
         self.stage.learn()
+        self.new = self._record() if self.plan.needs_new else []
         self._warm()
-        self.points = self._record()
-        self.stage.renew()
-        self.new = self._record()
-        self.stage.renew()
-        self._warm()
+        self.points = self._record() if self.plan.needs_points else []
         return self.plan.names(self.points, self.new)
 
     def run(self, names: list[str]) -> Iterator[Trial]:
