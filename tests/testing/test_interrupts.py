@@ -187,16 +187,22 @@ class TestCommand:
         assert command.main(["--only", "nothing/such"]) == 2
         assert "nothing/such" in capsys.readouterr().err
 
+    def test_models_that_are_not_there_are_left_out(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        assert command.main(["--models", str(tmp_path), "--only", "ggml/llama"]) == 2
+        assert "the models of ggml/llama, " in capsys.readouterr().err
+
     def test_the_table_counts_and_the_status_tells(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(command, "run_stages", lambda *_: [in_process("half")])
-        assert command.main(["--only", "ggml/llama/append"]) == 1
+        assert command.main(["--only", "ggml/tiny/append"]) == 1
         printed = capsys.readouterr().out
-        assert "ggml/llama/append" in printed
+        assert "ggml/tiny/append" in printed
         assert "half done" in printed
-        assert "--only ggml/llama/append --at " in printed
+        assert "--only ggml/tiny/append --at " in printed
         monkeypatch.setattr(command, "run_stages", lambda *_: [in_process("sound")])
-        assert command.main(["--only", "ggml/llama/append_pending", "--json"]) == 0
+        assert command.main(["--only", "ggml/tiny/append_pending", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        assert told[0]["stage"] == "ggml/llama/append_pending"
+        assert told[0]["stage"] == "ggml/tiny/append_pending"

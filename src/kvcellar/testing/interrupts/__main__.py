@@ -26,9 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if anything was half done."""
     args = _parser().parse_args(argv)
     wanted = [f"{only.rstrip('/')}/" for only in args.only or []] or [""]
+    found = [name for name, one in SCENES.items() if (args.models / one.file).exists()]
+    if len(found) < len(SCENES):
+        left = ", ".join(name for name in SCENES if name not in found)
+        print(f"not in {args.models}: the models of {left}", file=sys.stderr)
     names = [
         f"{scene}/{operation}"
-        for scene in SCENES
+        for scene in found
         for operation in OPERATIONS
         if any(f"{scene}/{operation}/".startswith(only) for only in wanted)
         and (not args.operations or operation in args.operations.split(","))
@@ -82,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--twice", type=int, default=20, help="points with a second exception behind the first")
     add("--moments", type=int, default=5, help="real signals of each kind at random moments")
     add("--seed", type=int, default=0, help="moves points and moments")
-    add("--jobs", type=int, default=_n_processors(), help="processes side by side")
+    add("--jobs", type=int, default=n_processors(), help="processes side by side")
     add("--deadline", type=float, default=30.0, help="seconds that a trial may take")
     add("--json", action="store_true", help="everything, as JSON")
     return parser
@@ -98,7 +102,8 @@ def split(names: Sequence[str], n: int) -> list[list[str]]:
     return [list(names[i::n]) for i in range(min(n, len(names)))]
 
 
-def _n_processors() -> int:
+def n_processors() -> int:
+    """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

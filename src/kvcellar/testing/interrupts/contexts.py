@@ -38,6 +38,7 @@ from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.interrupts.trials import Fault, Happened, NotApplicable, Stage
+from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array
 
@@ -106,7 +107,7 @@ class Scene:
 
     Attributes:
         name: what the command line calls it.
-        file: the GGUF file's name.
+        file: the GGUF file's name; "": a model that is made here.
         backend: the backend's name.
         options: those of the context.
         tolerance: how far logits may differ, as mean squared error over mean square.
@@ -176,7 +177,12 @@ class Opened:
 
     def __init__(self, scene: Scene, models: Path) -> None:
         self.scene = scene
-        self.model = Model.from_gguf(models / scene.file, n_threads=1, backend=scene.backend)
+        path = models / scene.file
+        if not scene.file:
+            self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-interrupts-")
+            path = Path(self._folder.name) / "tiny.gguf"
+            path.write_bytes(TinyLlama().to_bytes())
+        self.model = Model.from_gguf(path, n_threads=1, backend=scene.backend)
         self.model.tokenizer = letters(self.model.spec.n_vocab)
         self._fresh: dict[tuple[int, ...], Logits] = {}
 
@@ -359,9 +365,11 @@ class ContextStage(Stage):
             self.context.close()
             for sequence in (self.base, self.other, self.subject):
                 sequence.close()
-        left = [s.seq_id for s in (self.base, self.other, self.subject) if not s.is_closed]
-        if left or self.context.sequences:
-            raise Fault("close", f"sequences {left} of a closed context are open")
+        made = (self.base, self.other, self.subject)
+        left = {s.seq_id for s in (*made, *self.context.sequences) if not s.is_closed}
+        left.update(s.seq_id for s in self.context.sequences)
+        if left:
+            raise Fault("close", f"a closed context still has sequences {sorted(left)}")
         with self.model.context(**self._scene.options) as context:
             what = "in another context"
             self.same("wrong logits", what, logits_of(context.sequence([NEW])), self._new)

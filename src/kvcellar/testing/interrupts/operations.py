@@ -296,6 +296,7 @@ SCENES = {
             for backend in ("ggml", "numpy")
             for name, file in FILES.items()
         ),
+        Scene("ggml/tiny", "", "ggml", EXACT),
         Scene("kernel/llama", "llama-dense.gguf", "ggml", {**SMALL, "kernel": True}, 1e-6),
         Scene("kernel/gpt-oss", "gpt-oss-window.gguf", "ggml", {**SMALL, "kernel": True}, 1e-6),
     )

@@ -290,7 +290,8 @@ class Trials:
 
     def _point(self, name: str) -> Point:
         points = self.new if name.startswith(NEW) else self.points
-        return points[int(name.removeprefix(NEW).partition("+")[0])]
+        number = int(name.removeprefix(NEW).partition("+")[0])
+        return points[min(number, len(points) - 1)]  # it may go a shorter way in another process
 
     def _sender(self, name: str) -> tuple[AtPoint | AtMoment, str]:
         if ":" in name:

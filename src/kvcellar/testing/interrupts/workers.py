@@ -113,9 +113,8 @@ class Job:
         if "skipped" in told:
             self.result.skipped, self.is_done = told["skipped"], True
         elif "names" in told:
-            self.result.n_points = told["points"]
             if self.names is None:
-                self.names = told["names"]
+                self.names, self.result.n_points = told["names"], told["points"]
                 self.result.n_planned = len(told["names"])
         elif "begin" in told:
             self.current, self.site = told["begin"], told["site"]
