@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcellar.testing.interrupts.operations import OPERATIONS, SCENES
 from kvcellar.testing.interrupts.trials import Plan, Trial
-from kvcellar.testing.interrupts.workers import Result, run_stage
+from kvcellar.testing.interrupts.workers import Result, run_stages
 
 STAGE = "kvcellar.testing.interrupts.operations:open_context_stage:"
 OUTCOMES = ("before", "between", "after", "late", "fault")
@@ -25,11 +25,16 @@ MODELS = Path("../shared/models")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if anything was half done."""
     args = _parser().parse_args(argv)
+    wanted = [f"{only.rstrip('/')}/" for only in args.only or []] or [""]
+    found = [name for name, one in SCENES.items() if (args.models / one.file).exists()]
+    if len(found) < len(SCENES):
+        left = ", ".join(name for name in SCENES if name not in found)
+        print(f"not in {args.models}: the models of {left}", file=sys.stderr)
     names = [
         f"{scene}/{operation}"
-        for scene in SCENES
+        for scene in found
         for operation in OPERATIONS
-        if any(f"{scene}/{operation}".startswith(only) for only in args.only or [""])
+        if any(f"{scene}/{operation}/".startswith(only) for only in wanted)
         and (not args.operations or operation in args.operations.split(","))
     ]
     if not names:
@@ -37,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     plan = Plan(
         points=None if args.all else args.points,
+        new=args.new,
         twice=args.twice,
         moments=args.moments,
         only=tuple(args.at or ()),
@@ -44,16 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     progress = Progress(len(names), quiet=args.json or not sys.stderr.isatty())
 
-    def run(name: str) -> Result:
-        scene, _, operation = name.rpartition("/")
-        stage = f"{STAGE}{args.models}|{scene}|{operation}"
-        result = run_stage(stage, plan, progress.trial, args.deadline)
-        result.stage = name
-        progress.stage(name)
-        return result
+    def run(some: list[str]) -> list[Result]:
+        stages = [f"{STAGE}{args.models}|{name}" for name in some]
+        results = run_stages(stages, plan, progress.trial, args.deadline)
+        for name, result in zip(some, results, strict=True):
+            result.stage = name
+        return results
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(run, names))
+        parts = pool.map(run, split(names, args.jobs))
+        results = [result for part in parts for result in part]
+    results.sort(key=lambda result: names.index(result.stage))
     progress.clear()
     if args.json:
         print(json.dumps([asdict(result) for result in results], indent=1))
@@ -73,18 +80,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", help="names of stages, or what they begin with")
     add("--operations", default="", help="these operations only, with commas between")
     add("--at", action="append", help="the trial of this name only")
-    add("--points", type=int, default=120, help="points of an operation, evenly spread")
+    add("--points", type=int, default=100, help="points of an operation, evenly spread")
     add("--all", action="store_true", help="all points, however often they are passed")
+    add("--new", type=int, default=20, help="points of an operation in a new context")
     add("--twice", type=int, default=20, help="points with a second exception behind the first")
     add("--moments", type=int, default=5, help="real signals of each kind at random moments")
     add("--seed", type=int, default=0, help="moves points and moments")
-    add("--jobs", type=int, default=_n_processors(), help="processes side by side")
+    add("--jobs", type=int, default=n_processors(), help="processes side by side")
     add("--deadline", type=float, default=30.0, help="seconds that a trial may take")
     add("--json", action="store_true", help="everything, as JSON")
     return parser
 
 
-def _n_processors() -> int:
+def split(names: Sequence[str], n: int) -> list[list[str]]:
+    """Divide stages among processes; a model's stay together, if there are enough models."""
+    scenes: dict[str, list[str]] = {}
+    for name in names:
+        scenes.setdefault(name.rpartition("/")[0], []).append(name)
+    if len(scenes) >= n:
+        return list(scenes.values())
+    return [list(names[i::n]) for i in range(min(n, len(names)))]
+
+
+def n_processors() -> int:
+    """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -95,7 +114,7 @@ class Progress:
 
     def __init__(self, n_stages: int, *, quiet: bool) -> None:
         self._n_stages, self._quiet = n_stages, quiet
-        self._n_done = self._n_trials = self._n_faults = 0
+        self._n_trials = self._n_faults = 0
         self._start = time.monotonic()
 
     def trial(self, trial: Trial) -> None:
@@ -103,19 +122,14 @@ class Progress:
         self._n_trials += 1
         self._n_faults += trial.outcome == "fault"
         if self._n_trials % 20 == 0:
-            self._show("")
+            self._show()
 
-    def stage(self, name: str) -> None:
-        """Count one that is done."""
-        self._n_done += 1
-        self._show(name)
-
-    def _show(self, name: str) -> None:
+    def _show(self) -> None:
         if not self._quiet:
             seconds = time.monotonic() - self._start
             line = (
-                f"{self._n_done}/{self._n_stages} stages, {self._n_trials} interrupts, "
-                f"{self._n_faults} faults, {seconds:.0f} s  {name}"
+                f"{self._n_trials} interrupts on {self._n_stages} stages, "
+                f"{self._n_faults} faults, {seconds:.0f} s"
             )
             print(f"\r{line:100.100}", end="", file=sys.stderr, flush=True)
 

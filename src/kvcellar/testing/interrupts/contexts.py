@@ -32,12 +32,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kvcellar.batch import Batch
-from kvcellar.errors import CacheError, CacheFull, SequenceIdError
+from kvcellar.errors import CacheError, CacheFull, ClosedError, KVCellarError, SequenceIdError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import nmse
 from kvcellar.testing.interrupts.trials import Fault, Happened, NotApplicable, Stage
+from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array
 
@@ -106,7 +107,7 @@ class Scene:
 
     Attributes:
         name: what the command line calls it.
-        file: the GGUF file's name.
+        file: the GGUF file's name; "": a model that is made here.
         backend: the backend's name.
         options: those of the context.
         tolerance: how far logits may differ, as mean squared error over mean square.
@@ -127,17 +128,19 @@ class Operation:
         name: what the command line calls it.
         act: the operation.
         steps: does the same step by step, for one that may stop in between.
+        n_steps: how many.
         before: brings the stage to where it begins, when there is a subject.
         after: proves what only this one has to leave in order; raises Fault.
-        n_base: tokens of ``base``.
+        closes: whether it closes the context.
     """
 
     name: str
     act: Callable[[ContextStage], object]
     steps: Callable[[ContextStage], Iterator[object]] | None = None
+    n_steps: int = 1
     before: Callable[[ContextStage], object] | None = None
     after: Callable[[ContextStage], object] | None = None
-    n_base: int = 14
+    closes: bool = False
 
 
 def letters(n: int) -> Tokenizer:
@@ -160,6 +163,37 @@ def text_of(seed: int, n: int) -> list[int]:
     return tokens
 
 
+class Opened:
+    """A model that several stages share, and what a context says that never held anything else.
+
+    Args:
+        scene: how it is opened.
+        models: the folder of its file.
+
+    Attributes:
+        scene: how it was opened.
+        model: the model.
+    """
+
+    def __init__(self, scene: Scene, models: Path) -> None:
+        self.scene = scene
+        path = models / scene.file
+        if not scene.file:
+            self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-interrupts-")
+            path = Path(self._folder.name) / "tiny.gguf"
+            path.write_bytes(TinyLlama().to_bytes())
+        self.model = Model.from_gguf(path, n_threads=1, backend=scene.backend)
+        self.model.tokenizer = letters(self.model.spec.n_vocab)
+        self._fresh: dict[tuple[int, ...], Logits] = {}
+
+    def fresh(self, tokens: tuple[int, ...]) -> Logits:
+        """Return the logits after a text."""
+        if tokens not in self._fresh:
+            with self.model.context(**{**self.scene.options, "n_seq_max": 1}) as context:
+                self._fresh[tokens] = logits_of(context.sequence(tokens))
+        return self._fresh[tokens]
+
+
 class ContextStage(Stage):
     """A context on which an operation is interrupted; see the module.
 
@@ -179,11 +213,11 @@ class ContextStage(Stage):
     subject: Sequence
     _resting: Picture
 
-    def __init__(self, scene: Scene, operation: Operation, models: Path) -> None:
-        self._scene = scene
+    def __init__(self, opened: Opened, operation: Operation) -> None:
+        self._opened = opened
+        self._scene = opened.scene
         self._operation = operation
-        self.model = Model.from_gguf(models / scene.file, n_threads=1, backend=scene.backend)
-        self.model.tokenizer = letters(self.model.spec.n_vocab)
+        self.model = opened.model
         self.folder = Path(tempfile.mkdtemp(prefix="kvcellar-interrupts-"))
         self.kept: dict[str, Any] = {}
         self._known: dict[Picture, Known] = {}
@@ -196,29 +230,27 @@ class ContextStage(Stage):
 
     def learn(self) -> None:
         """Do the operation step by step, and keep what it leads to."""
-        self._new = self._fresh((NEW,))
-        n_steps = self._count_steps()
+        self._new = self._opened.fresh((NEW,))
+        n_steps = 0 if self._operation.closes else self._operation.n_steps
         for i in range(n_steps + 1):
-            self.renew()
             self.prepare()
             steps = self._steps()
             for _ in range(i):
-                next(steps)
+                self._step(steps)
             self._note("before" if i == 0 else "after" if i == n_steps else "between")
-        self.renew()
-
-    def _count_steps(self) -> int:
-        self.prepare()
-        try:
-            return sum(1 for _ in self._steps())
-        except CacheError as error:
-            raise NotApplicable(str(error)) from error
+            self.renew(broken=True)  # its texts are gone
 
     def _steps(self) -> Iterator[object]:
         if self._operation.steps is not None:
             yield from self._operation.steps(self)
         else:
             yield self._operation.act(self)
+
+    def _step(self, steps: Iterator[object]) -> None:
+        try:
+            next(steps)
+        except CacheError as error:
+            raise NotApplicable(str(error)) from error
 
     def _note(self, happened: Happened) -> None:
         """Keep the picture and what goes with it, which uses the context up."""
@@ -235,11 +267,9 @@ class ContextStage(Stage):
     def _compare_with_fresh(self, text: Text, logits: Logits) -> None:
         is_plain = text.positions == tuple(range(len(text.tokens)))
         if is_plain and text.inexact_from is None and not isinstance(logits, str):
-            self.same("wrong without an interrupt", str(text), logits, self._fresh(text.tokens))
-
-    def _fresh(self, tokens: tuple[int, ...]) -> Logits:
-        with self.model.context(**{**self._scene.options, "n_seq_max": 1}) as context:
-            return logits_of(context.sequence(tokens))
+            self.same(
+                "wrong without an interrupt", str(text), logits, self._opened.fresh(text.tokens)
+            )
 
     # -- a trial
 
@@ -258,6 +288,9 @@ class ContextStage(Stage):
 
     def verify(self) -> Happened:
         """See the module."""
+        if self._operation.closes and self._is_closed():
+            self._check_closed()
+            return "after"
         self._check_idle()
         known = self._find(Picture.of(self.context))
         try:
@@ -268,7 +301,7 @@ class ContextStage(Stage):
             self._check_rest(known)
         except Fault:
             raise
-        except CacheError as error:
+        except KVCellarError as error:
             raise Fault("unusable", f"{type(error).__name__}: {error}") from error
         return known.happened
 
@@ -304,9 +337,8 @@ class ContextStage(Stage):
         context.close()
 
     def close(self) -> None:
-        """Close the model and remove the folder."""
-        with suppress(Exception):
-            self.model.close()
+        """Close the context and remove the folder; others may use the model."""
+        self.renew(broken=True)
         self._lock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -314,10 +346,33 @@ class ContextStage(Stage):
 
     def _make(self) -> None:
         self.context = self._made = self.model.context(**self._scene.options)
-        self.base = self.context.sequence(text_of(1, self._operation.n_base))
-        self.other = self.context.sequence(text_of(2, 9))
+        self.base = self.context.sequence(text_of(1, 16))
+        self.other = self.context.sequence(text_of(2, 8))
         self._resting = Picture.of(self.context)
         self._used = self.context.cache.used
+
+    def _is_closed(self) -> bool:
+        try:
+            self.context.check_open()
+        except ClosedError:
+            return True
+        return False
+
+    def _check_closed(self) -> None:
+        """A context that was closed stays so, with its sequences; another one is not concerned."""
+        self._made = None
+        for _ in range(2):
+            self.context.close()
+            for sequence in (self.base, self.other, self.subject):
+                sequence.close()
+        made = (self.base, self.other, self.subject)
+        left = {s.seq_id for s in (*made, *self.context.sequences) if not s.is_closed}
+        left.update(s.seq_id for s in self.context.sequences)
+        if left:
+            raise Fault("close", f"a closed context still has sequences {sorted(left)}")
+        with self.model.context(**self._scene.options) as context:
+            what = "in another context"
+            self.same("wrong logits", what, logits_of(context.sequence([NEW])), self._new)
 
     def _check_idle(self) -> None:
         context = self.context

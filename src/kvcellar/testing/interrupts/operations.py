@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,15 @@ import numpy as np
 from kvcellar.batch import Batch
 from kvcellar.errors import SnapshotError
 from kvcellar.prompts.cache import PromptCache
+from kvcellar.runtime.context import save_llama_file
+from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextShift
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.interrupts.contexts import (
     N_SEQ_MAX,
     ContextStage,
+    Opened,
     Operation,
     Scene,
     logits_of,
@@ -24,7 +29,7 @@ from kvcellar.testing.interrupts.contexts import (
 from kvcellar.testing.interrupts.trials import Fault
 
 N_TOKENS = 4
-SHIFT = ContextShift(keep=15, discard=6)
+SHIFT = ContextShift(keep=17, discard=6)
 SMALL = {"n_ctx": 64, "n_seq_max": N_SEQ_MAX, "n_ubatch": 8, "checkpoints": 12}
 EXACT = {**SMALL, "type_k": "f32", "type_v": "f32", "kernel": False}
 BLOCK = 8
@@ -93,20 +98,23 @@ def with_file(stage: ContextStage) -> object:
     return path.write_bytes(stage.kept["older"])
 
 
-def check_file(stage: ContextStage) -> None:
-    """The file is the older or the newer one, whole, and there is no other."""
+def check_file(stage: ContextStage, *, whole: bool = False) -> None:
+    """The file is the older or the newer one, complete, and there is no other."""
     names = sorted(path.name for path in stage.folder.iterdir())
     if names != ["text.kv"]:
         raise Fault("files left", f"{names}")
     path = stage.folder / "text.kv"
     if path.read_bytes() == stage.kept["older"]:
         return
+    saved = stage.context.sequences if whole else (stage.subject,)
     try:
-        with stage.context.load(path) as loaded:
-            wanted = logits_of(stage.subject)
-            stage.same("wrong file", "what was saved", logits_of(loaded), wanted)
+        loaded = stage.context.load_all(path) if whole else (stage.context.load(path),)
     except SnapshotError as error:
         raise Fault("wrong file", error) from error
+    for one, other in zip(loaded, saved, strict=True):
+        what = f"sequence {other.seq_id}, saved"
+        stage.same("wrong file", what, logits_of(one), logits_of(other))
+        one.close()
 
 
 def load_behind(stage: ContextStage) -> object:
@@ -154,6 +162,24 @@ def with_store(stage: ContextStage) -> object:
     return stage.subject
 
 
+class Full(Exception):
+    """What a consumer raises that has enough."""
+
+
+def prompted_in_part(stage: ContextStage) -> None:
+    """Append the text through the store, until the consumer of the pieces has enough."""
+    pieces: list[int] = []
+
+    def on_piece(n_tokens: int) -> None:
+        pieces.append(n_tokens)
+        if len(pieces) == 2:
+            raise Full
+
+    prompts: PromptCache = stage.kept["prompts"]
+    with suppress(Full):
+        prompts.append(stage.subject, stage.kept["text"], on_piece=on_piece)
+
+
 def prompted(stage: ContextStage, sequence: Sequence) -> object:
     """Append the text through the store."""
     prompts: PromptCache = stage.kept["prompts"]
@@ -177,6 +203,22 @@ def decoded(stage: ContextStage) -> object:
     return stage.context.decode(batch)
 
 
+# -- contexts and models
+
+
+def make_context(stage: ContextStage) -> None:
+    """Use another context of the model."""
+    with stage.model.context(n_ctx=32, n_seq_max=2) as context:
+        context.sequence([1, 2, 3])
+
+
+def make_model(stage: ContextStage) -> None:
+    """Open the file once more."""
+    model = stage.model
+    with Model.from_gguf(model.path, n_threads=1, backend=model.backend) as other:
+        other.context(n_ctx=32, n_seq_max=2).sequence([1, 2, 3])
+
+
 OPERATIONS = {
     one.name: one
     for one in (
@@ -184,10 +226,14 @@ OPERATIONS = {
         Operation(
             "append_pending", lambda s: s.subject.append([1, 2]), before=lambda s: s.subject.push(3)
         ),
-        Operation("generate", lambda s: s.subject.generate(N_TOKENS), generated),
-        Operation("stream", streamed, generated),
+        Operation("generate", lambda s: s.subject.generate(N_TOKENS), generated, N_TOKENS),
+        Operation("stream", streamed, generated, N_TOKENS),
         Operation(
-            "generate_shift", lambda s: s.subject.generate(N_TOKENS, shift=SHIFT), shifted, fill
+            "generate_shift",
+            lambda s: s.subject.generate(N_TOKENS, shift=SHIFT),
+            shifted,
+            2 * N_TOKENS,
+            fill,
         ),
         Operation("fork", lambda s: s.subject.fork()),
         Operation("trim", lambda s: s.subject.trim(3)),
@@ -208,12 +254,28 @@ OPERATIONS = {
         ),
         Operation("load", lambda s: s.context.load(s.folder / "text.kv"), before=with_file),
         Operation("load_behind", load_behind, before=with_file),
+        Operation(
+            "save_all",
+            lambda s: s.context.save(s.folder / "text.kv"),
+            before=with_file,
+            after=lambda s: check_file(s, whole=True),
+        ),
+        Operation(
+            "save_llama",
+            lambda s: save_llama_file(s.subject, s.folder / "text.kv"),
+            before=with_file,
+            after=check_file,
+        ),
         Operation("resize", lambda s: s.context.resize(80)),
         Operation("resize_smaller", lambda s: s.context.resize(48), before=with_holes),
         Operation("compaction", compacted, before=with_holes),
         Operation(
             "prompt_cache", lambda s: prompted(s, s.subject), before=with_store, after=check_store
         ),
+        Operation("prompt_on_piece", prompted_in_part, before=with_store, after=check_store),
+        Operation("context", make_context),
+        Operation("context_close", lambda s: s.context.close(), closes=True),
+        Operation("model", make_model),
     )
 }
 
@@ -234,13 +296,20 @@ SCENES = {
             for backend in ("ggml", "numpy")
             for name, file in FILES.items()
         ),
+        Scene("ggml/tiny", "", "ggml", EXACT),
         Scene("kernel/llama", "llama-dense.gguf", "ggml", {**SMALL, "kernel": True}, 1e-6),
         Scene("kernel/gpt-oss", "gpt-oss-window.gguf", "ggml", {**SMALL, "kernel": True}, 1e-6),
     )
 }
 
 
+@cache
+def _opened(scene: str, models: Path) -> Opened:
+    return Opened(SCENES[scene], models)
+
+
 def open_context_stage(argument: str) -> ContextStage:
-    """Open ``folder of models|scene|operation``."""
-    folder, scene, operation = argument.split("|")
-    return ContextStage(SCENES[scene], OPERATIONS[operation], Path(folder))
+    """Open ``folder of models|scene/operation``."""
+    folder, name = argument.split("|")
+    scene, _, operation = name.rpartition("/")
+    return ContextStage(_opened(scene, Path(folder)), OPERATIONS[operation])

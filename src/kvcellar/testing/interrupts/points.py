@@ -102,6 +102,7 @@ class AtPoint:
     """
 
     def __init__(self, point: Point, kind: type[BaseException], then: int | None = None) -> None:
+        self.kind = kind
         self._point = point
         self._left = then
         self._request = Request(ask_here(kind))
@@ -256,6 +257,7 @@ def spread(points: Sequence[Point], most: int, offset: int = 0) -> list[int]:
     chosen = sorted({i for same in by_site.values() for i in (*same[:2], same[-1])})
     if len(chosen) <= most:
         return chosen
+    # an offset of its own for each seed, so that several runs pass all of them
     return [chosen[(i * len(chosen) + offset % len(chosen)) // most] for i in range(most)]
 
 

@@ -43,6 +43,7 @@ class AtMoment:
     """
 
     def __init__(self, kind: str, delay: float, between: float = BETWEEN) -> None:
+        self.kind: type[BaseException] = KeyboardInterrupt if kind == "sigint" else Interrupt
         self._kind = kind
         self._delay = max(delay, 1e-6)
         self._between = max(between, 1e-6)
@@ -58,7 +59,7 @@ class AtMoment:
 
     def send(self, act: Act) -> Sent:
         """Run the operation and send it. In the main thread only, unless ``async``."""
-        interval, started = sys.getswitchinterval(), time.perf_counter()
+        interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH)
         stop = self._start()
         error: BaseException | None = None
@@ -80,24 +81,34 @@ class AtMoment:
         stop()
         sys.setswitchinterval(interval)
         late = returned or not self._asked
-        self.seconds = time.perf_counter() - started
         return Sent(None if returned else error, self._asked, late=late)
 
     def _start(self) -> Callable[[], object]:
+        """Set everything going; return what takes it back."""
         if self._kind in ("alarm", "twice"):
-            signal.signal(signal.SIGALRM, self._on_alarm)
+            before = signal.signal(signal.SIGALRM, self._on_alarm)
             between = self._between if self._kind == "twice" else 0.0
             signal.setitimer(signal.ITIMER_REAL, self._delay, between)
-            return lambda: signal.setitimer(signal.ITIMER_REAL, 0)
+
+            def stop() -> None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+
+            return stop
         if self._kind == "sigint":
-            signal.signal(signal.SIGINT, self._on_sigint)
-            target = self._kill
+            before = signal.signal(signal.SIGINT, self._on_sigint)
+            helper = threading.Thread(target=self._kill, daemon=True)
         else:
-            self._ask = ask_thread(threading.get_ident(), Interrupt)
-            target = self._ask_later
-        helper = threading.Thread(target=target, daemon=True)
+            before = signal.getsignal(signal.SIGINT)
+            ask = ask_thread(threading.get_ident(), Interrupt)
+            helper = threading.Thread(target=self._ask_later, args=[ask], daemon=True)
         helper.start()
-        return helper.join
+
+        def join() -> None:
+            helper.join()
+            signal.signal(signal.SIGINT, before)
+
+        return join
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._left -= 1
@@ -117,9 +128,9 @@ class AtMoment:
         if self._live:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def _ask_later(self) -> None:
+    def _ask_later(self, ask: Callable[[], object]) -> None:
+        request = Request(ask)
         time.sleep(self._delay)
-        request = Request(self._ask)
         if self._live:  # nothing that lets the other thread go on lies between these lines
             self._asked += 1
             _ = -request

@@ -3,8 +3,9 @@
 A `Stage` is what an operation is done on: :meth:`Stage.prepare` brings it to where the operation
 begins, :meth:`Stage.act` is the operation, :meth:`Stage.verify` proves that nothing is half done.
 
-A trial has a name by which it can be repeated: ``117`` is point 117 of the operation, ``117+5`` the
-same with a second exception five looks later, ``sigint:3`` the third random moment of that kind.
+A trial has a name by which it can be repeated: ``117`` is point 117 of the operation as it goes
+when it was done before, ``new117`` point 117 when everything is new, ``117+5`` the first of these
+with a second exception five looks later, ``sigint:3`` the third random moment of that kind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
+from kvcellar.errors import KVCellarError
 from kvcellar.testing.interrupts.points import (
     OWN,
     AtPoint,
@@ -35,6 +37,7 @@ from kvcellar.testing.interrupts.signals import KINDS, AtMoment
 RAISED: tuple[type[BaseException], ...] = (Interrupt, KeyboardInterrupt, MemoryError)
 """What is raised, point by point in turn."""
 
+NEW = "new"
 RENEW = 40
 """Trials after which everything is closed, counted and made again."""
 
@@ -114,34 +117,50 @@ class Plan:
     """Which trials a stage goes through.
 
     Attributes:
-        points: how many points at most; 0: none; None: the whole of them.
+        points: how many points at most; None: all of them.
+        new: how many points of the operation when everything is new.
         twice: at how many points a second exception follows.
         moments: how many random moments of each kind of signal.
         only: names of trials; if there are any, no others.
         seed: moves the choice.
     """
 
-    points: int | None = 200
-    twice: int = 0
-    moments: int = 0
+    points: int | None = 100
+    new: int = 20
+    twice: int = 20
+    moments: int = 5
     only: tuple[str, ...] = ()
     seed: int = 0
 
-    def names(self, points: list[Point]) -> list[str]:
+    @property
+    def needs_points(self) -> bool:
+        """Whether a trial needs points of the operation as it goes when it was done before."""
+        sampled = self.points != 0 or bool(self.twice)
+        return any(name[0].isdigit() for name in self.only) if self.only else sampled
+
+    @property
+    def needs_new(self) -> bool:
+        """Whether a trial needs points of the operation when everything is new."""
+        sampled = self.points is None or bool(self.new)
+        return any(name.startswith(NEW) for name in self.only) if self.only else sampled
+
+    def names(self, points: list[Point], new: list[Point]) -> list[str]:
         """Return the names of the trials, in order."""
         if self.only:
             return list(self.only)
-        most = len(points) if self.points is None else self.points
         if self.points is None:
-            chosen = list(range(len(points)))
+            chosen, as_new = list(range(len(points))), list(range(len(new)))
+            again = spread(points, self.twice, self.seed)
         else:
-            chosen = spread(points, most, self.seed)
+            chosen = spread(points, self.points, self.seed)
+            again = spread(points, self.twice, self.seed + 1)
+            as_new = spread(new, self.new, self.seed)
         rng = random.Random(self.seed)
-        again = [chosen[i * len(chosen) // self.twice] for i in range(min(self.twice, len(chosen)))]
         return [
             *map(str, chosen),
             *(f"{i}+{int(rng.expovariate(1 / 8))}" for i in again),
             *(f"{kind}:{self.seed + i}" for i in range(self.moments) for kind in KINDS),
+            *(f"{NEW}{i}" for i in as_new),
         ]
 
 
@@ -176,6 +195,7 @@ class Trials:
     stage: Stage
     plan: Plan
     points: list[Point] = field(default_factory=list)
+    new: list[Point] = field(default_factory=list)
     seconds: float = 0.0
     ignored: list[str] = field(default_factory=list)
     _since: int = 0
@@ -189,41 +209,63 @@ class Trials:
         """
         sys.unraisablehook = self._note_ignored
         self.stage.learn()
-        for _ in range(2):  # imports, compiled kernels and kept graphs are there afterwards
-            self.stage.prepare()
-            start = time.perf_counter()
-            self.stage.act()
-            self.seconds = time.perf_counter() - start
-            self.stage.verify()
-        self.stage.prepare()
-        self.points, error = record(self.stage.act)
-        if error is not None:
-            raise Fault("fails when traced", repr(error)) from error
-        self.stage.verify()
-        return self.plan.names(self.points)
+        self.new = self._record() if self.plan.needs_new else []
+        self._warm()
+        self.points = self._record() if self.plan.needs_points else []
+        return self.plan.names(self.points, self.new)
 
     def run(self, names: list[str]) -> Iterator[Trial]:
         """Run the trials of these names."""
         for name in names:
             trial = self._run(name)
             if trial.outcome == "fault":
+                trial.alone = self._again(name).outcome == "fault"
                 self.stage.renew(broken=True)
-                trial.alone = self._run(name).outcome == "fault"
-                self.stage.renew(broken=True)
-                self._since = 0
+                self._warm()
+            elif trial.drifted:
+                trial = self._again(name)
+                if trial.outcome == "fault":
+                    self.stage.renew(broken=True)
+                    self._warm()
             yield trial
+
+    def _again(self, name: str) -> Trial:
+        """Run a trial where nothing was interrupted before."""
+        self.stage.renew(broken=True)
+        self._warm()
+        return self._run(name)
+
+    def _warm(self) -> None:
+        """Do the operation until it goes as it always will, with all that is kept."""
+        self._since = 0
+        for _ in range(2):
+            self.stage.prepare()
+            start = time.perf_counter()
+            self.stage.act()
+            seconds = time.perf_counter() - start
+            self.seconds = min(seconds, self.seconds or seconds)
+            self.stage.verify()
+
+    def _record(self) -> list[Point]:
+        self.stage.prepare()
+        points, error = record(self.stage.act)
+        if error is not None:
+            raise Fault("fails when traced", repr(error)) from error
+        self.stage.verify()
+        return points
 
     def _run(self, name: str) -> Trial:
         trial = Trial(name, "before")
         self.ignored.clear()
-        where = "before it was interrupted"
+        where = "when all was closed, after others"
         try:
             self._since += 1
-            if self._since > RENEW:
-                where = "when all was closed, after others"
-                self._since = 0
+            if name.startswith(NEW):
+                self.stage.renew()
+            elif self._since > RENEW:
                 self.stage.renew()
                 gc.collect()
+                self._warm()
             where = "before it was interrupted"
             self.stage.prepare()
             sender, trial.site = self._sender(name)
@@ -232,7 +274,7 @@ class Trials:
             trial.within = _functions(sent.error)
             trial.site = trial.site or _site_of(sent.error)
             where = ""
-            self._judge(sent)
+            self._judge(sent, sender.kind)
             happened = self.stage.verify()
             trial.outcome = "late" if sent.late else happened
         except Fault as fault:
@@ -242,44 +284,36 @@ class Trials:
             trial.detail = f"{error}; {_last_lines(error)}"
         return trial
 
-    def _sender(self, name: str) -> tuple[Any, str]:
+    def site(self, name: str) -> str:
+        """Where an exception of that name is sent, "" if nobody knows."""
+        return "" if ":" in name else str(self._point(name))
+
+    def _point(self, name: str) -> Point:
+        points = self.new if name.startswith(NEW) else self.points
+        number = int(name.removeprefix(NEW).partition("+")[0])
+        return points[min(number, len(points) - 1)]  # it may go a shorter way in another process
+
+    def _sender(self, name: str) -> tuple[AtPoint | AtMoment, str]:
         if ":" in name:
             kind, _, seed = name.partition(":")
             return AtMoment.random(kind, int(seed), self.seconds), ""
-        number, _, then = name.partition("+")
-        point = self.points[int(number)]
-        kinds = RAISED[int(number) % len(RAISED)]
-        return AtPoint(point, kinds, int(then) if then else None), str(point)
+        point, then = self._point(name), name.partition("+")[2]
+        raised = RAISED[(point.call + point.step) % len(RAISED)]
+        return AtPoint(point, raised, int(then) if then else None), str(point)
 
-    def _judge(self, sent: Sent) -> None:
-        """Raise unless the operation ended as an interrupted one may."""
+    def _judge(self, sent: Sent, kind: type[BaseException]) -> None:
+        """Raise unless the operation ended as one may that an exception of that kind interrupts."""
         if sent.error is None:
             if sent.asked and not sent.late and not self.ignored:
                 raise Fault("swallowed", "the operation ended as if nothing had come")
-            return
-        ours = [error for error in _chain(sent.error) if isinstance(error, RAISED)]
-        if not ours:
+        elif not isinstance(sent.error, kind) and not (
+            kind is MemoryError and isinstance(sent.error, KVCellarError)  # it says what for
+        ):
             raise Fault("another error", f"{sent.error!r}; {_last_lines(sent.error)}")
-        if isinstance(sent.error, RAISED):
-            return
-        if any(isinstance(error, MemoryError) for error in ours):
-            return  # the library may say what it had no memory for
-        raise Fault("another error", f"{sent.error!r}; {_last_lines(sent.error)}")
 
     def _note_ignored(self, what: Any) -> None:
         """Python ignores exceptions in callbacks and finalizers; nobody can change that."""
         self.ignored.append(repr(what.exc_value))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            todo += [one.__cause__, one.__context__]
 
 
 def _site_of(error: BaseException | None) -> str:

@@ -13,10 +13,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
+from kvcellar.testing.interrupts.points import OWN, short
 from kvcellar.testing.interrupts.trials import (
     Fault,
     NotApplicable,
@@ -29,6 +31,7 @@ from kvcellar.testing.interrupts.trials import (
 DEADLINE = 30.0
 """Seconds that a trial may take, by far."""
 
+FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 MAX_DEATHS = 25
 """Crashes and hangs after which a stage is given up."""
 
@@ -61,62 +64,94 @@ class Result:
         return sum(trial.outcome == outcome for trial in self.trials)
 
 
-def run_stage(
-    stage: str,
+def run_stages(
+    stages: Sequence[str],
     plan: Plan,
     tell: Callable[[Trial], object] = lambda _: None,
     deadline: float = DEADLINE,
-) -> Result:
-    """Run a plan on a stage, in as many processes as it takes.
+) -> list[Result]:
+    """Run a plan on stages one after the other, in as many processes as it takes.
 
     Args:
-        stage: ``module:function:argument``, see `open_stage`.
+        stages: ``module:function:argument`` each, see `open_stage`.
         plan: which trials.
         tell: called with each trial.
         deadline: seconds that one may take.
     """
-    result = Result(stage)
+    jobs = [Job(Result(stage), plan) for stage in stages]
+    while todo := [job for job in jobs if not job.is_done]:
+        with _Worker(todo, deadline) as worker:
+            for job, trial in _follow(worker, todo):
+                job.result.trials.append(trial)
+                tell(trial)
+    return [job.result for job in jobs]
+
+
+@dataclass(slots=True)
+class Job:
+    """A stage, and what is left to do there.
+
+    Attributes:
+        result: what came of it so far.
+        plan: what is left.
+        is_done: whether nothing is.
+        current: the trial that goes on.
+        site: where that one is interrupted.
+        n_deaths: how many processes have died of it.
+    """
+
+    result: Result
+    plan: Plan
+    is_done: bool = False
+    current: str = "(learning)"
+    site: str = ""
+    n_deaths: int = 0
     names: list[str] | None = None
-    for _ in range(MAX_DEATHS):
-        todo = plan if names is None else replace(plan, only=tuple(names))
-        with _Worker(stage, todo, deadline) as worker:
-            current = "(learning)"
-            done = False
-            for told in worker.lines():
-                if "skipped" in told:
-                    result.skipped = told["skipped"]
-                    return result
-                if "names" in told:
-                    current = "(between)"
-                    result.n_points = told["points"]
-                    if names is None:
-                        names = told["names"]
-                        result.n_planned = len(names)
-                elif "begin" in told:
-                    current = told["begin"]
-                elif "trial" in told:
-                    trial = Trial(**told["trial"])
-                    result.trials.append(trial)
-                    tell(trial)
-                done |= "end" in told
-            if done:
-                return result
-            trial = worker.death(current)
-        result.trials.append(trial)
-        tell(trial)
-        if names is None or current not in names:
-            return result
-        names = names[names.index(current) + 1 :]
-        if not names:
-            return result
-    result.trials.append(Trial("(the rest)", "fault", "given up", f"{MAX_DEATHS} processes died"))
-    return result
+
+    def heard(self, told: dict[str, Any]) -> Trial | None:
+        """Take note of what a worker tells; return the trial that came to an end."""
+        if "skipped" in told:
+            self.result.skipped, self.is_done = told["skipped"], True
+        elif "names" in told:
+            if self.names is None:
+                self.names, self.result.n_points = told["names"], told["points"]
+                self.result.n_planned = len(told["names"])
+        elif "begin" in told:
+            self.current, self.site = told["begin"], told["site"]
+        elif "end" in told:
+            self.is_done = True
+        return Trial(**told["trial"]) if "trial" in told else None
+
+    def died(self, kind: str, detail: str) -> Trial:
+        """Take note that the worker is dead; what is left is what comes behind the trial."""
+        self.n_deaths += 1
+        left = self.names or []
+        left = left[left.index(self.current) + 1 :] if self.current in left else []
+        self.plan = replace(self.plan, only=tuple(left))
+        self.is_done = not left or self.n_deaths >= MAX_DEATHS
+        if self.is_done and left:
+            detail += f"; {self.n_deaths} processes died, given up"
+        return Trial(self.current, "fault", kind, detail, self.site)
+
+
+def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial]]:
+    """Yield the trials of a worker as they end, and what it died of if it did."""
+    job = jobs[0]
+    job.current, job.site = "(learning)", ""
+    for told in worker.lines():
+        if "stage" in told:
+            job = next(one for one in jobs if one.result.stage == told["stage"])
+            job.current, job.site = "(learning)", ""
+        if (trial := job.heard(told)) is not None:
+            yield job, trial
+    if not job.is_done:
+        yield job, job.died(*worker.death())
 
 
 class _Worker:
     """A process that runs a plan, and what is left of it."""
 
-    def __init__(self, stage: str, plan: Plan, deadline: float) -> None:
+    def __init__(self, jobs: Sequence[Job], deadline: float) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed on exit)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -127,9 +162,10 @@ class _Worker:
             text=True,
         )
         assert self._process.stdin is not None
-        job = {"stage": stage, "plan": asdict(plan), "deadline": deadline}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
+        for job in jobs:
+            told = {"stage": job.result.stage, "plan": asdict(job.plan), "deadline": deadline}
+            self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.close()
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What it tells, until it ends."""
@@ -137,29 +173,28 @@ class _Worker:
         for line in self._process.stdout:
             yield json.loads(line)
 
-    def death(self, name: str) -> Trial:
-        """What it died of."""
+    def death(self) -> tuple[str, str]:
+        """Return what it died of, and where."""
         code = self._process.wait()
         self._errors.seek(0)
         text = self._errors.read().decode("utf-8", "replace")
         kind = "hang" if "Timeout (" in text else "crash"
-        main = text[text.rfind("most recent call first") :] if kind == "hang" else text
-        if "Current thread" in text and kind == "crash":
-            main = text[text.index("Current thread") :]
+        at = text.rfind("most recent call first") if kind == "hang" else text.find("Current thread")
         frames = [
-            f"{file}:{line} {function}"
-            for file, line, function in re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
-            if "kvcellar/testing/interrupts" not in file
+            f"{short(file)}:{line} {function}"
+            for file, line, function in FRAME.findall(text[max(at, 0) :])
+            if not file.startswith(OWN)
         ]
-        where = " < ".join(frames[:4]) or text[-300:]
-        return Trial(name, "fault", kind, f"exit status {code}; {where}", site="")
+        return kind, f"exit status {code}; {' < '.join(frames[:5]) or text[-300:]}"
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._errors.close()
 
 
@@ -172,10 +207,19 @@ def work() -> None:
     def tell(**what: object) -> None:
         told.write(json.dumps(what) + "\n")
 
-    job = json.loads(sys.stdin.readline())
-    plan = Plan(**{**job["plan"], "only": tuple(job["plan"]["only"])})
-    faulthandler.dump_traceback_later(4 * job["deadline"], exit=True)
-    trials = Trials(open_stage(job["stage"]), plan)
+    for line in sys.stdin.read().splitlines():
+        job = json.loads(line)
+        plan = Plan(**{**job["plan"], "only": tuple(job["plan"]["only"])})
+        tell(stage=job["stage"])
+        _work_on(job["stage"], plan, job["deadline"], tell)
+    told.flush()
+    os._exit(0)  # what was broken may not survive being closed
+
+
+def _work_on(name: str, plan: Plan, deadline: float, tell: Callable[..., None]) -> None:
+    faulthandler.dump_traceback_later(4 * deadline, exit=True)
+    stage = open_stage(name)
+    trials = Trials(stage, plan)
     try:
         names = trials.learn()
     except NotApplicable as error:
@@ -186,15 +230,15 @@ def work() -> None:
         tell(end=True)
         return
     tell(names=names, points=len(trials.points))
-    for name in names:
-        faulthandler.dump_traceback_later(job["deadline"], exit=True)
-        tell(begin=name)
-        for trial in trials.run([name]):
+    for one in names:
+        faulthandler.dump_traceback_later(deadline, exit=True)
+        tell(begin=one, site=trials.site(one))
+        for trial in trials.run([one]):
             tell(trial=asdict(trial))
     faulthandler.cancel_dump_traceback_later()
+    with suppress(Exception):
+        stage.close()
     tell(end=True)
-    told.flush()
-    os._exit(0)  # what was broken on purpose may not survive a closing
 
 
 if __name__ == "__main__":
