@@ -107,8 +107,8 @@ VERBS: dict[str, Callable[[Cache], object]] = {
     "cut": lambda cache: cache.seq_cut(0, 1, 3),
     "clear": lambda cache: cache.clear(),
     "checkpoint": lambda cache: cache.checkpoint(0),
-    "grow": lambda cache: cache.resize(48),
-    "shrink": lambda cache: cache.resize(22),
+    "grow": lambda cache: cache.resize(60),
+    "shrink": lambda cache: cache.resize(30),
     "update": rotate_and_compact,
     "decode": decode,
     "decode together": decode_together,
@@ -121,14 +121,16 @@ VERBS: dict[str, Callable[[Cache], object]] = {
 def filled(kind: str, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """The same cache each time, with shared and moved text, a hole and a pending shift."""
     monkeypatch.setattr(kinds, "TOKENS", itertools.count(100))
-    cache = cache_of(kind)
+    cache = cache_of(kind, size=40)
     put(cache, 2, 3)
     put(cache, 0, 7)
     cache.seq_cp(0, 1)
     put(cache, 1, 2)
-    cache.seq_add(1, -1, -1, 2)
     cache.seq_rm(2)
     put(cache, 2, 1)
+    cache.seq_add(2, -1, -1, 2)
+    if kind == "f":
+        cache.seq_add(1, -1, -1, 2)
     return cache
 
 

@@ -284,6 +284,7 @@ class HybridCache(Cache):
 
     def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], StatePlacement | None]:
         """Take what microbatches need of every part."""
+        self.update()  # in every part before one takes anything, so that it can be kept
         groups, states = list[CellPart](), None
         for part in self.parts:
             cells, states = part._take(micros)  # noqa: SLF001  (of the same class)

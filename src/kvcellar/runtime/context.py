@@ -56,7 +56,7 @@ from kvcellar.runtime.saving import (
     require_single,
     take_snapshot,
 )
-from kvcellar.runtime.sequence import HeldSequence, Sequence
+from kvcellar.runtime.sequence import HeldSequence, Sequence, prompt_ids
 from kvcellar.snapshot.container import read_snapshot, write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import FileGeneration, Kind
@@ -137,14 +137,10 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            sequence = self.change(self._new_sequence)
-        if prompt is not None:
-            try:
-                sequence.append(prompt)
-            except BaseException:
-                sequence.close()
-                raise
-        return sequence
+            if prompt is None:
+                return self.change(self._new_sequence)
+            ids = prompt_ids(self.model, prompt, is_first=True)
+            return self.change(lambda: self._new_sequence().append(ids))
 
     def decode(self, batch: Batch) -> Float32Array:
         """Compute a batch: write K and V, return the logits asked for.
