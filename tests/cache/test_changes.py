@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class AtLine:
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
 
-    def _trace(self, frame: FrameType, event: str, _: object) -> object:
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(str(PACKAGE)) or name.startswith(ORACLES):
             return None
@@ -144,8 +145,8 @@ def steps_of(kind: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> list[Text
     seen = [texts_of(cache)]
     run = Changes._run
 
-    def watched(self: Changes, *args: object) -> object:
-        result = run(self, *args)  # type: ignore[arg-type]
+    def watched(self: Changes, *args: Any) -> object:
+        result: object = run(self, *args)
         seen.append(texts_of(cache))
         return result
 
