@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 
-from kvcellar.errors import NO_ROOM, ClosedError, StoreError, disk_trouble, not_copied
+from kvcellar.disk_errors import NO_ROOM, disk_trouble
+from kvcellar.errors import ClosedError, StoreError, not_copied
 from kvcellar.stores.base import (
     WRITING_S,
     Absence,
