@@ -147,6 +147,7 @@ class HybridCache(Cache):
 
     def check(self) -> None:
         """Prove the invariants of every part, and that all hold the same sequences."""
+        self.changes.settle()
         for part in self.parts:
             part.check()
         for seq_id in range(self.spec.n_seq_max):

@@ -61,6 +61,7 @@ def synchronized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turn:
+            self.context.cache.changes.settle()
             return method(self, *args, **kwargs)
 
     return alone
