@@ -16,7 +16,7 @@ import numpy as np
 
 from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import InitParams
+from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
@@ -24,9 +24,9 @@ from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, ComputeError
 from kvcellar.plan import Plan
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, Int64Array
 
 MAX_GRAPHS = 8
 _BUFFER = "the compute buffer"
@@ -44,6 +44,7 @@ class GgmlExecutor:
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
         self._compute = backend.compute
+        self._memory = memory
         self._kernels = memory.kernels
         self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
         self._cache = GraphCache(backend, memory, forward)
@@ -61,7 +62,19 @@ class GgmlExecutor:
             if kernel is not None and group.lists is not None:
                 kernel.load(group.lists)
         self._compute(graph.graph)
+        self._check(graph, plan)
         return graph.logits
+
+    def _check(self, graph: Graph, plan: Plan) -> None:
+        """Raise ComputeError unless all that a graph wrote is finite; names the first layer."""
+        pairs = list(zip(self._memory.groups, plan.groups, strict=True))
+        if not all(store.all_finite(group.cells) for store, group in pairs):
+            for place in self._memory.places:
+                if place.group >= 0:
+                    store, group = pairs[place.group]
+                    store.check_layer(place.index, group.cells)
+        if not graph.is_sound():
+            raise ComputeError("an activation or a state is not finite: the weights are damaged")
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
         """Tell a watcher about every graph; see ``Executor.watch``."""
@@ -175,7 +188,7 @@ class GraphCache:
         view = view_of(logits, 2) if shape.n_outputs else None
         empty = np.empty((0, 0), np.float32)
         feeds = Feeds(inputs, specs, ops.n_positions)
-        return Graph(context, graph, feeds, empty if view is None else view)
+        return Graph(context, graph, feeds, empty if view is None else view, _scalars(nodes.sums))
 
     def _allocate(self, graph: int) -> None:
         """Allocate a graph; a buffer that has to grow moves, and the other graphs are dropped."""
@@ -199,9 +212,24 @@ class GraphCache:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A built and allocated graph, with NumPy views of its inputs and its logits."""
+    """A built and allocated graph, with NumPy views of its inputs, its logits and its sums."""
 
     context: int
     graph: int
     feeds: Feeds
     logits: Float32Array
+    sums: tuple[Float32Array, Int64Array]
+
+    def is_sound(self) -> bool:
+        """Whether everything was finite that the graph has a sum of; see :meth:`Nodes.watch`."""
+        memory, which = self.sums
+        return bool(np.isfinite(memory[which]).all())
+
+
+def _scalars(tensors: list[int]) -> tuple[Float32Array, Int64Array]:
+    """The memory from the first of some f32 scalars to the last, and where in it each lies."""
+    at = np.array([tensor_at(tensor).data for tensor in tensors], np.int64)
+    if not len(at):
+        return np.empty(0, np.float32), at
+    which: Int64Array = (at - at.min()) // 4
+    return array_at(int(at.min()), np.float32, (int(which.max()) + 1,)), which

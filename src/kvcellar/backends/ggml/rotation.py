@@ -1,7 +1,9 @@
 """Moving K rows to another position: out of the cache as f32, rotated, and back.
 
 The rotation is pure: YaRN's magnitude, which the key got when it was computed, is divided out, so
-that ten shifts of one are one shift of ten. Cells are taken in pieces to bound the memory.
+that ten shifts of one are one shift of ten. Values that would overflow the type of K become the
+largest that it holds: a row that is infinite would reach all sequences (invariant 8). Cells are
+taken in pieces to bound the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kvcellar.errors import AllocationError
 from kvcellar.types import AnyArray, CacheSpec, Int32Array, Int64Array, RopeSpec
 
 PIECE = 512
-_NODES_PER_LAYER = 12
+_NODES_PER_LAYER = 16
 
 
 def rotate_rows(
@@ -108,7 +110,8 @@ class RotationGraph:
         heads = nodes.reshape_3d(rows, layer.head_dim_k, layer.n_head_kv, self.n)
         pure = magnitude_inverse(layer.rope)
         rotated = nodes.rope(nodes.mix(heads, mixed), self._shifts, layer.rope, pure)
-        flat = nodes.flat(nodes.mix(rotated, mixed))
+        largest = spec.type_k.largest
+        flat = nodes.clamp(nodes.flat(nodes.mix(rotated, mixed)), -largest, largest)
         nodes.run_first(nodes.set_rows(tensor, flat, self._cells))
 
     def _input(self, kind: int, n: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.checks import check_types
+from kvcellar.backends.checks import check_rows, check_types
 from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.numpy.gguf import quants
@@ -67,9 +67,11 @@ class NumpyStore:
         return self._open
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
-        """Store f32 rows, converted to the store's types."""
-        self._write(layer, "k", cells, k)
-        self._write(layer, "v", cells, v)
+        """Store f32 rows, converted to the store's types; ComputeError unless all are finite."""
+        rows_k = self._converted(layer, "k", k)
+        rows_v = self._converted(layer, "v", v)
+        self.write_raw(layer, "k", cells, rows_k)
+        self.write_raw(layer, "v", cells, rows_v)
 
     def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
         """The rows of cells as f32."""
@@ -95,6 +97,7 @@ class NumpyStore:
         """Rotate each K row of cells by its shift, in every layer with RoPE.
 
         A pure rotation: the magnitude that a key got when it was computed is not applied again.
+        What would overflow becomes the largest value of the type, as in ggml's store.
         """
         moved = shifts != 0
         cells, shifts = cells[moved], shifts[moved]
@@ -103,7 +106,9 @@ class NumpyStore:
                 keys = self.read(i, "k", cells)
                 heads = keys.reshape(len(cells), layer.n_head_kv, layer.head_dim_k)
                 shifted = rotated(heads, shifts, layer.rope)
-                self._write(i, "k", cells, shifted.reshape(keys.shape))
+                mixed = transform(shifted.reshape(keys.shape), self._hadamard(i, "k"))
+                largest, kind = self.spec.type_k.largest, self.spec.type_k
+                self.write_raw(i, "k", cells, to_rows(mixed.clip(-largest, largest), kind))
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero the K and V rows of cells in every layer."""
@@ -131,9 +136,11 @@ class NumpyStore:
         """Free the buffers; closing twice is fine."""
         self._open = None
 
-    def _write(self, layer: int, part: Part, cells: Int64Array, rows: Float32Array) -> None:
-        mixed = transform(rows, self._hadamard(layer, part))
-        self.write_raw(layer, part, cells, to_rows(mixed, self._kind(part)))
+    def _converted(self, layer: int, part: Part, values: Float32Array) -> ByteArray:
+        mixed = transform(values, self._hadamard(layer, part))
+        rows = to_rows(mixed, self._kind(part))
+        check_rows(self.spec, layer, part, values, rows)
+        return rows
 
     def _kind(self, part: Part) -> KVType:
         return self.spec.type_k if part == "k" else self.spec.type_v
