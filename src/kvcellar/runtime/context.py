@@ -49,12 +49,12 @@ from kvcellar.runtime.saving import (
     ContextFacts,
     Ready,
     prepare,
-    read_single,
+    read_wanted,
     require_single,
     take_snapshot,
 )
 from kvcellar.runtime.sequence import Sequence
-from kvcellar.snapshot.container import read_snapshot, write_snapshot
+from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import FileGeneration, Kind
 from kvcellar.snapshot.snapshot import Json, fingerprint
@@ -346,7 +346,7 @@ class Context:
             if single:
                 require_single(ready.content.n_seqs)
         else:
-            snapshot = read_single(path) if single else read_snapshot(path)
+            snapshot = read_wanted(lambda: self.facts, path, options, single=single)
             ready = prepare(self.facts, snapshot, options)
         made: list[Sequence] = []
         try:

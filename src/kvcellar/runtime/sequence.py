@@ -23,7 +23,7 @@ from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextSta
 from kvcellar.runtime.generation import FinishReason, Generation
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
-from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
+from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
@@ -387,7 +387,7 @@ class Sequence:
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
         options = LoadOptions(start, stop, positions, convert)
-        snapshot = read_single(path)  # before the facts, which may hash the weights
+        snapshot = read_wanted(lambda: self.context.facts, path, options, single=True)
         self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
 
