@@ -241,10 +241,12 @@ class Context:
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """Load a file of one sequence into a new one; it goes on with exactly the same logits.
+        """Load a file of one sequence into a new one; it goes on where it was saved.
 
-        The file may come from a context of another size, with other sequences, in other cells, with
-        V transposed or not. If anything fails, this context is unchanged.
+        K, V, states and the next logits are the same bit for bit; later logits are with our
+        attention kernel, and within rounding without (``docs/format.md``). The file may come from a
+        context of another size, with other sequences, in other cells, with V transposed or not. If
+        anything fails, this context is unchanged.
 
         Args:
             path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).

@@ -337,7 +337,7 @@ class Sequence:
         """Write the sequence to a file (``docs/format.md``); return its bytes.
 
         The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
-        process or another, with exactly the same logits.
+        process or another; see there how far logits are the same.
 
         Args:
             path: where to.
