@@ -248,7 +248,11 @@ class PromptCache:
         pieces, why = self._find(text)
         if pieces:
             content, saved = text.joined(pieces), SavedText(stored_as=text.stored_as)
-            check_content(content, sequence.context.cache.store_specs)
+            try:
+                check_content(content, sequence.context.cache.store_specs)
+            except SnapshotError:  # each is sound by itself, but not all together
+                self._drop(text.keys[: len(pieces)])
+                return CacheHit(len(text.tokens), 0, Miss("damaged", 0))
             sequence.context.put(Ready(content, (saved,)), [sequence])
         return CacheHit(len(text.tokens), len(sequence), why)
 
@@ -287,9 +291,14 @@ class PromptCache:
         except LibraryError:
             return Miss("compressed", i * self.block_size)
         except SnapshotError:
-            with suppress(StoreError):  # it may be read-only
-                self._store.delete(key)
+            self._drop([key])
             return damaged
+
+    def _drop(self, keys: list[str]) -> None:
+        """Delete blocks that cannot be used, so that they are stored again."""
+        with suppress(StoreError):  # it may be read-only
+            for key in keys:
+                self._store.delete(key)
 
     def _n_stored(self, keys: list[str]) -> int:
         """Count the blocks before the first that is not stored."""
@@ -404,8 +413,13 @@ class Spool:
         self._end = 0
         self._failed: OSError | None = None
 
-    def add(self, i: int, data: bytes) -> None:
-        """Add a block. One that does not fit on the disk is dropped; :meth:`check` tells."""
+    def add(self, i: int, data: bytes | None) -> None:
+        """Add a block, if there is one.
+
+        One that does not fit on the disk is dropped; :meth:`check` tells.
+        """
+        if data is None:
+            return
         try:
             self._file.seek(self._end)
             self._file.write(data)

@@ -40,7 +40,7 @@ from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextSta
 from kvcellar.runtime.generation import FinishReason, Generation, StreamSlot
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
-from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
+from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
@@ -424,7 +424,7 @@ class Sequence:
         """Write the sequence to a file (``docs/format.md``); return its bytes.
 
         The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
-        process or another, with exactly the same logits.
+        process or another; see there how far logits are the same.
 
         Args:
             path: where to.
@@ -474,7 +474,7 @@ class Sequence:
         options, path = LoadOptions(start, stop, positions, convert), check_path("path", path)
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
-        snapshot = read_single(path)  # before the facts, which may hash the weights
+        snapshot = read_wanted(lambda: self.context.facts, path, options, single=True)
         self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvcellar.backends.base import GraphTimes
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import Ggml, Owned
+from kvcellar.backends.ggml.binding import Ggml, Owned, array_at, tensor_at
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
@@ -31,9 +31,9 @@ from kvcellar.backends.ggml.ops import GgmlOps
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available, check_room
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, ComputeError
 from kvcellar.plan import Plan
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, Int64Array
 
 MAX_GRAPHS = 8
 _BUFFER = "the compute buffer"
@@ -64,6 +64,7 @@ class GgmlExecutor:
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
         self._compute: Compute = backend.compute
+        self._memory = memory
         self._kernels = memory.kernels
         self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
         self._cache = GraphCache(backend, memory, forward)
@@ -89,7 +90,19 @@ class GgmlExecutor:
         self._compute(graph.graph, long=long, keep=self)
         self._unfinished = False
         graph.seconds = perf_counter() - start
+        self._check(graph, plan)
         return graph.logits
+
+    def _check(self, graph: Graph, plan: Plan) -> None:
+        """Raise ComputeError unless all that a graph wrote is finite; names the first layer."""
+        pairs = list(zip(self._memory.groups, plan.groups, strict=True))
+        if not all(store.all_finite(group.cells) for store, group in pairs):
+            for place in self._memory.places:
+                if place.group >= 0:
+                    store, group = pairs[place.group]
+                    store.check_layer(place.index, group.cells)
+        if not graph.is_sound():
+            raise ComputeError("an activation or a state is not finite: the weights are damaged")
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
         """Tell a watcher about every graph; see ``Executor.watch``."""
@@ -192,12 +205,12 @@ class GraphCache:
         view = view_of(logits, 2) if shape.n_outputs else None
         empty = np.empty((0, 0), np.float32)
         feeds = Feeds(inputs, specs, ops.n_positions)
-        return Graph(context, graph, feeds, empty if view is None else view)
+        return Graph(context, graph, feeds, empty if view is None else view, _scalars(nodes.sums))
 
 
 @dataclass(slots=True)
 class Graph:
-    """A built and allocated graph, with NumPy views of its inputs and its logits.
+    """A built and allocated graph, with NumPy views of its inputs, its logits and its sums.
 
     ``seconds`` is how long it took when it was last computed.
     """
@@ -206,7 +219,22 @@ class Graph:
     graph: int
     feeds: Feeds
     logits: Float32Array
+    sums: tuple[Float32Array, Int64Array]
     seconds: float = 0.0
+
+    def is_sound(self) -> bool:
+        """Whether everything was finite that the graph has a sum of; see :meth:`Nodes.watch`."""
+        memory, which = self.sums
+        return bool(np.isfinite(memory[which]).all())
+
+
+def _scalars(tensors: list[int]) -> tuple[Float32Array, Int64Array]:
+    """The memory from the first of some f32 scalars to the last, and where in it each lies."""
+    at = np.array([tensor_at(tensor).data for tensor in tensors], np.int64)
+    if not len(at):
+        return np.empty(0, np.float32), at
+    which: Int64Array = (at - at.min()) // 4
+    return array_at(int(at.min()), np.float32, (int(which.max()) + 1,)), which
 
 
 class Workspace:

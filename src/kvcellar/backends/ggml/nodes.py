@@ -35,9 +35,11 @@ class Nodes:
         api: ggml's functions.
         context: where tensors are made.
         graph: what they become nodes of.
+        sums: of tensors that have to be finite; the graph's owner looks at them.
     """
 
     def __init__(self, api: Ggml, context: int, graph: int, constants: Constants) -> None:
+        self.sums: list[int] = []
         self.api = api
         self.context = context
         self.graph = graph
@@ -52,6 +54,13 @@ class Nodes:
     def run_first(self, node: int) -> None:
         """Put a node before all that are made later: nodes run in the graph's order."""
         self.api.ggml_build_forward_expand(self.graph, node)
+
+    def watch(self, x: int) -> None:
+        """Put the sum of a tensor among ``sums``: it is finite only if every value is."""
+        total = self.sum(x)
+        self.api.ggml_set_output(total)
+        self.run_first(total)
+        self.sums.append(total)
 
     def dense(self, x: int) -> int:
         """x, copied if its values do not lie side by side, as those of a view may not."""

@@ -41,6 +41,7 @@ class GgmlOps:
         self._nodes = nodes
         self._inputs = inputs
         self._memory = memory
+        self._has_ended = False
         self._records: dict[int, int] = {}  # by activations, which are quantised once for all
         parts = zip(memory.groups, inputs.groups, plan.groups, memory.kernels, strict=True)
         self._groups = [GroupAttention(nodes, *part) for part in parts]
@@ -181,7 +182,14 @@ class GgmlOps:
         return ssm_scan(self._nodes, store, inputs, state, (x, dt, a, b, c))
 
     def outputs(self, x: int) -> int:
-        """The rows whose logits are wanted."""
+        """The rows whose logits are wanted.
+
+        The first x is what the last layer is given. A NaN anywhere before is in it still, though
+        products with blocks of weights, and rows stored as blocks, may have made it 0.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._nodes.watch(x)
         if self._inputs.outputs is None:
             return x
         return self._nodes.get_rows(x, self._inputs.outputs)
