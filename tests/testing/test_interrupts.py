@@ -203,6 +203,15 @@ class TestCommand:
         assert "half done" in printed
         assert "--only ggml/tiny/append --at " in printed
         monkeypatch.setattr(command, "run_stages", lambda *_: [in_process("sound")])
-        assert command.main(["--only", "ggml/tiny/append_pending", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told[0]["stage"] == "ggml/tiny/append_pending"
+        assert command.main(["--only", "ggml/tiny/append"]) == 0
+
+    def test_json_has_a_line_for_each_stage(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        args = ["--models", str(tmp_path), "--only", "ggml/tiny/trim", "--at", "0", "--json"]
+        status = command.main([*args, "--at", "1", "--jobs", "1"])
+        (line,) = capsys.readouterr().out.splitlines()
+        told = json.loads(line)
+        assert told["stage"] == "ggml/tiny/trim"
+        assert [trial["name"] for trial in told["trials"]] == ["0", "1"]
+        assert status == any(trial["outcome"] == "fault" for trial in told["trials"])

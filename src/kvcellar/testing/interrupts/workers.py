@@ -69,6 +69,7 @@ def run_stages(
     plan: Plan,
     tell: Callable[[Trial], object] = lambda _: None,
     deadline: float = DEADLINE,
+    done: Callable[[Result], object] = lambda _: None,
 ) -> list[Result]:
     """Run a plan on stages one after the other, in as many processes as it takes.
 
@@ -77,13 +78,17 @@ def run_stages(
         plan: which trials.
         tell: called with each trial.
         deadline: seconds that one may take.
+        done: called with each stage's result.
     """
     jobs = [Job(Result(stage), plan) for stage in stages]
     while todo := [job for job in jobs if not job.is_done]:
         with _Worker(todo, deadline) as worker:
             for job, trial in _follow(worker, todo):
-                job.result.trials.append(trial)
-                tell(trial)
+                if trial is not None:
+                    job.result.trials.append(trial)
+                    tell(trial)
+                elif job.is_done:
+                    done(job.result)
     return [job.result for job in jobs]
 
 
@@ -134,18 +139,18 @@ class Job:
         return Trial(self.current, "fault", kind, detail, self.site)
 
 
-def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial]]:
-    """Yield the trials of a worker as they end, and what it died of if it did."""
+def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial | None]]:
+    """Yield the trials of a worker as they end, and what it died of if it did; None: it told."""
     job = jobs[0]
     job.current, job.site = "(learning)", ""
     for told in worker.lines():
         if "stage" in told:
             job = next(one for one in jobs if one.result.stage == told["stage"])
             job.current, job.site = "(learning)", ""
-        if (trial := job.heard(told)) is not None:
-            yield job, trial
+        yield job, job.heard(told)
     if not job.is_done:
         yield job, job.died(*worker.death())
+        yield job, None
 
 
 class _Worker:
