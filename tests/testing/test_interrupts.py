@@ -174,6 +174,11 @@ class TestWorkers:
         assert kinds(result) == {"hang"}
         assert "toy_stages.py" in result.faults[0].detail
 
+    def test_where_nothing_works_any_more_another_process_goes_on(self) -> None:
+        result = run("spoil", Plan(only=("4", "5", "6")))
+        told = [(trial.name, trial.outcome) for trial in result.trials]
+        assert told == [("4", "before"), ("5", "fault"), ("6", "before")]
+
     def test_several_stages_in_turn(self) -> None:
         sound, refused, half = run_stages([toy("sound"), toy("refuse"), toy("half")], POINTS_ONLY)
         assert not sound.faults

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from kvcellar.testing.interrupts.trials import Fault, Happened, NotApplicable, Stage
 
+SPOILT: list[bool] = []
+
 
 class Pair:
     """Two numbers that are to be the same, and ways to count both up."""
@@ -73,6 +75,16 @@ class Pair:
         self.n_begun += 1
         self.sound()
         self.n_begun -= 1
+
+    def spoil(self) -> None:
+        """Nothing in this process works any more once it was interrupted."""
+        if SPOILT:
+            raise ValueError("spoilt")
+        try:
+            self.sound()
+        except BaseException:
+            SPOILT.append(True)
+            raise
 
     def refuse(self) -> None:
         raise NotApplicable("a toy that cannot")

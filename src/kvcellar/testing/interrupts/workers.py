@@ -102,7 +102,8 @@ class Job:
         is_done: whether nothing is.
         current: the trial that goes on.
         site: where that one is interrupted.
-        n_deaths: how many processes have died of it.
+        is_told: whether that one's outcome is known.
+        n_deaths: how many processes have ended before the plan did.
     """
 
     result: Result
@@ -110,6 +111,7 @@ class Job:
     is_done: bool = False
     current: str = "(learning)"
     site: str = ""
+    is_told: bool = False
     n_deaths: int = 0
     names: list[str] | None = None
 
@@ -122,13 +124,16 @@ class Job:
                 self.names, self.result.n_points = told["names"], told["points"]
                 self.result.n_planned = len(told["names"])
         elif "begin" in told:
-            self.current, self.site = told["begin"], told["site"]
+            self.current, self.site, self.is_told = told["begin"], told["site"], False
         elif "end" in told:
             self.is_done = True
-        return Trial(**told["trial"]) if "trial" in told else None
+        if "trial" not in told:
+            return None
+        self.is_told = True
+        return Trial(**told["trial"])
 
-    def died(self, kind: str, detail: str) -> Trial:
-        """Take note that the worker is dead; what is left is what comes behind the trial."""
+    def died(self, kind: str, detail: str) -> Trial | None:
+        """Take note that the worker is dead; go on behind the trial, which is returned."""
         self.n_deaths += 1
         left = self.names or []
         left = left[left.index(self.current) + 1 :] if self.current in left else []
@@ -136,17 +141,17 @@ class Job:
         self.is_done = not left or self.n_deaths >= MAX_DEATHS
         if self.is_done and left:
             detail += f"; {self.n_deaths} processes died, given up"
-        return Trial(self.current, "fault", kind, detail, self.site)
+        return None if self.is_told else Trial(self.current, "fault", kind, detail, self.site)
 
 
 def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial | None]]:
     """Yield the trials of a worker as they end, and what it died of if it did; None: it told."""
     job = jobs[0]
-    job.current, job.site = "(learning)", ""
+    job.current, job.site, job.is_told = "(learning)", "", False
     for told in worker.lines():
         if "stage" in told:
             job = next(one for one in jobs if one.result.stage == told["stage"])
-            job.current, job.site = "(learning)", ""
+            job.current, job.site, job.is_told = "(learning)", "", False
         yield job, job.heard(told)
     if not job.is_done:
         yield job, job.died(*worker.death())
@@ -240,6 +245,8 @@ def _work_on(name: str, plan: Plan, deadline: float, tell: Callable[..., None]) 
         tell(begin=one, site=trials.site(one))
         for trial in trials.run([one]):
             tell(trial=asdict(trial))
+        if trials.is_beyond_repair:
+            os._exit(0)  # the next process goes on
     faulthandler.cancel_dump_traceback_later()
     with suppress(Exception):
         stage.close()
