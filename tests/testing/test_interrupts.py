@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -179,6 +180,14 @@ class TestWorkers:
         result = run("spoil", Plan(only=("4", "5", "6")))
         told = [(trial.name, trial.outcome) for trial in result.trials]
         assert told == [("4", "before"), ("5", "fault"), ("6", "before")]
+
+    def test_ctrl_c_comes_though_jobs_in_the_background_ignore_it(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            result = run("sound", POINTS_ONLY)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert not result.faults
 
     def test_several_stages_in_turn(self) -> None:
         sound, refused, half = run_stages([toy("sound"), toy("refuse"), toy("half")], POINTS_ONLY)

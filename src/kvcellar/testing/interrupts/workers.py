@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -211,6 +212,7 @@ class _Worker:
 def work() -> None:
     """Be a worker."""
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print does not come between the lines
 
