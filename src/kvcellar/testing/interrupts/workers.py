@@ -163,13 +163,15 @@ class _Worker:
     """A process that runs a plan, and what is left of it."""
 
     def __init__(self, jobs: Sequence[Job], deadline: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-", ignore_cleanup_errors=True)
+        folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._folder.name)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed on exit)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env={**os.environ, **folders, "PYTHONHASHSEED": "0"},
             text=True,
         )
         assert self._process.stdin is not None
@@ -207,6 +209,7 @@ class _Worker:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+        self._folder.cleanup()
 
 
 def work() -> None:
