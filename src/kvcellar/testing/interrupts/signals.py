@@ -25,7 +25,9 @@ from types import FrameType
 
 from kvcellar.testing.interrupts.points import Act, Interrupt, Request, Sent, ask_thread
 
-KINDS = ("sigint", "alarm", "twice", "async")
+KINDS = ("sigint", "alarm", "twice", "async") if hasattr(signal, "setitimer") else ("async",)
+"""Windows has no timer that sends a signal, and cannot send Ctrl-C to one process."""
+
 SWITCH = 2e-5
 """Seconds after which a thread lets others go on, so that theirs come when they should."""
 
