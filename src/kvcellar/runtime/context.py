@@ -344,6 +344,7 @@ class Context:
             self._closed = True
             for held in self._sequences.values():
                 held.is_closed = True
+            self._sequences.clear()
             self._memory.close()
 
     def __enter__(self) -> Context:
