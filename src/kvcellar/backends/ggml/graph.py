@@ -22,12 +22,15 @@ from typing import Protocol
 import numpy as np
 
 from kvcellar.backends.base import GraphTimes
+from kvcellar.backends.ggml import pieces
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import Ggml, Owned, array_at, tensor_at
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.ops import GgmlOps
+from kvcellar.backends.ggml.pieces import most_pieces
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available, check_room
 from kvcellar.backends.operations import Forward
@@ -50,7 +53,7 @@ LONG = 0.05
 class Compute(Protocol):
     """See ``GgmlBackend.compute``."""
 
-    def __call__(self, graph: int, *, long: bool = False, keep: object = None) -> None:
+    def __call__(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute a graph."""
 
 
@@ -81,13 +84,14 @@ class GgmlExecutor:
             self._recover()
         graph = self._cache.get(plan)
         graph.feeds.load(plan)
+        is_long = len(plan.micro.positions) > FEW_TOKENS or graph.seconds > LONG
+        stop = Stop() if is_long else None
         for kernel, group in zip(self._kernels, plan.groups, strict=True):
             if kernel is not None and group.lists is not None:
-                kernel.load(group.lists)
-        long = len(plan.micro.positions) > FEW_TOKENS or graph.seconds > LONG
+                kernel.load(group.lists, stop)
         start = perf_counter()
         self._unfinished = True
-        self._compute(graph.graph, long=long, keep=self)
+        self._compute(graph.graph, stop=stop, keep=self)
         self._unfinished = False
         graph.seconds = perf_counter() - start
         self._check(graph, plan)
@@ -134,6 +138,7 @@ class GraphCache:
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._api = backend.api
         self._memory = memory
+        self._n_threads = backend.n_threads
         self._forward: Forward[int] | None = forward  # None: closed
         self._constants = Constants(self._api)
         self._space: Workspace | None = None  # None: none yet, or one is being changed
@@ -189,14 +194,15 @@ class GraphCache:
 
     def _build(self, space: Workspace, forward: Forward[int], plan: Plan, shape: Shape) -> Graph:
         api, specs = self._api, self._memory.specs
-        n_nodes = NODES_PER_LAYER * (len(self._memory.places) + 1)
+        per_layer = NODES_PER_LAYER + pieces.NODES_PER_LAYER * (most_pieces(shape.n_tokens) - 1)
+        n_nodes = per_layer * (len(self._memory.places) + 1)
         size = 2 * n_nodes * api.ggml_tensor_overhead()
         size += api.ggml_graph_overhead_custom(n_nodes, False)
         context = api.context("a graph", size)
         graph: int = api.ggml_new_graph_custom(context, n_nodes, False)
         nodes = Nodes(api, context.address, graph, self._constants)
         inputs = Inputs.declare(nodes, shape, specs)
-        ops = GgmlOps(nodes, inputs, self._memory, plan)
+        ops = GgmlOps(nodes, inputs, self._memory, plan, self._n_threads)
         logits = forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
