@@ -89,8 +89,7 @@ class AtMoment:
         """Set everything going; return what takes it back."""
         if self._kind in ("alarm", "twice"):
             before = signal.signal(signal.SIGALRM, self._on_alarm)
-            between = self._between if self._kind == "twice" else 0.0
-            signal.setitimer(signal.ITIMER_REAL, self._delay, between)
+            signal.setitimer(signal.ITIMER_REAL, self._delay)
 
             def stop() -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -114,8 +113,8 @@ class AtMoment:
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._left -= 1
-        if self._left <= 0:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._left > 0:  # one at a time: a timer that repeats so fast lets nothing else run
+            signal.setitimer(signal.ITIMER_REAL, self._between)
         if self._live:
             self._asked += 1
             raise Interrupt
