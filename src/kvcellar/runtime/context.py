@@ -139,7 +139,7 @@ class Context:
             self.check_open()
             if prompt is None:
                 return self.change(self._new_sequence)
-            ids = prompt_ids(self.model, prompt, is_first=True)
+            ids = prompt_ids(self.model, prompt)
             return self.change(lambda: self._new_sequence().append(ids))
 
     def decode(self, batch: Batch) -> Float32Array:

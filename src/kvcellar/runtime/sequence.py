@@ -14,7 +14,7 @@ its cells are wanted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -529,7 +529,8 @@ class Sequence:
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
         """Return the token ids that :meth:`append` would append."""
-        return prompt_ids(self.context.model, prompt, is_first=len(self) == 0)
+        last = self.tokens[-1:] if isinstance(prompt, str) else []
+        return prompt_ids(self.context.model, prompt, last)
 
     @synchronized
     def saved_text(self) -> SavedText:
@@ -612,14 +613,23 @@ class Sequence:
             raise ClosedError(f"sequence {self.seq_id} is closed")
 
 
-def prompt_ids(model: Model, prompt: str | Iterable[int], *, is_first: bool) -> list[int]:
-    """Return the token ids of a prompt, with those that begin a text if it is the first.
+def prompt_ids(
+    model: Model, prompt: str | Iterable[int], before: Collection[int] = ()
+) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Args:
+        model: whose.
+        prompt: text, or ids.
+        before: the last token that it follows. None: text gets what begins one.
 
     Raises:
         BatchError: it is neither text nor a flat list of integers.
     """
     if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt, add_special=is_first)
+        tokenizer, last = model.tokenizer, list(before)
+        goes_on = tokenizer.ends_in_text(last)
+        return tokenizer.encode(prompt, add_special=not last, continuing=goes_on)
     if not isinstance(prompt, Iterable):
         raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
     return check_integers("prompt", prompt, BatchError)
