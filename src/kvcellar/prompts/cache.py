@@ -159,11 +159,13 @@ class PromptCache:
                 if hit.n_reused < n_held and not hit.has_failed:  # reading counted as a use
                     self._store_if_possible(sequence, text, len(text.keys), exported)
             except BaseException:
-                if not is_computed and not hit.has_failed:
-                    n_held = context.cache.seq_count(sequence.seq_id)
-                    n = min(n_held // self.block_size, len(text.keys))
-                    self._store_if_possible(sequence, text, n, exported)
-                sequence.trim(len(sequence) - n_before)
+                try:
+                    if not is_computed and not hit.has_failed:
+                        n_held = context.cache.seq_count(sequence.seq_id)
+                        n = min(n_held // self.block_size, len(text.keys))
+                        self._store_if_possible(sequence, text, n, exported)
+                finally:
+                    _trim_to(sequence, n_before)
                 raise
             return hit
 
@@ -184,7 +186,7 @@ class PromptCache:
             try:
                 return self._restore_if_possible(sequence, text)
             except BaseException:
-                sequence.trim(len(sequence))
+                _trim_to(sequence, 0)
                 raise
 
     def store(self, sequence: Sequence) -> int:
@@ -451,6 +453,15 @@ class Spool:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _trim_to(sequence: Sequence, n_tokens: int) -> None:
+    """Trim a sequence, also if an exception from outside comes meanwhile."""
+    try:
+        sequence.trim(len(sequence) - n_tokens)
+    except BaseException:
+        sequence.trim(len(sequence) - n_tokens)
+        raise
 
 
 def _ids(sequence: Sequence, prompt: str | Iterable[int]) -> list[int]:
