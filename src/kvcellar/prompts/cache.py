@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from os import PathLike
 from tempfile import SpooledTemporaryFile
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -34,7 +33,10 @@ from kvcellar.errors import (
     OptionError,
     SnapshotError,
     StoreError,
+    check_callable,
+    check_kind,
     check_range,
+    check_text,
     not_copied,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
@@ -44,7 +46,7 @@ from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.snapshot.snapshot import SavedText
-from kvcellar.stores.base import Store
+from kvcellar.stores.base import Store, check_store
 from kvcellar.types import KVType
 
 OnPiece: TypeAlias = Callable[[int], None]
@@ -93,16 +95,12 @@ class PromptCache:
         compress: bool = False,
     ) -> None:
         self.block_size = check_range("block_size", block_size, 1, MAX_BLOCK)
-        self.cache_salt = cache_salt
-        if isinstance(store, (str, PathLike)) or store is None:
-            raise OptionError(f"PromptCache({store!r}): open it first: PromptCache(open_store(…))")
+        self.cache_salt = check_text("cache_salt", cache_salt)
+        check_store(store)
         self._store = store
-        for kind in (type_k, type_v):
-            if kind is not None:
-                KVType.parse(kind)
-        if compress:
-            pack(np.empty(0, np.uint8))  # fail now rather than after computing a text
         self._how = SaveOptions(type_k, type_v, compress, checkpoints=False)
+        if self._how.compress:
+            pack(np.empty(0, np.uint8))  # fail now rather than after computing a text
         self._forms = WeakKeyDictionary[Context, BlockFormat]()
 
     def append(
@@ -119,6 +117,9 @@ class PromptCache:
                 computed by then are stored.
             StoreError: the store cannot be read or written; the text was added.
         """
+        check_kind("sequence", sequence, Sequence)
+        if on_piece is not None:
+            check_callable("on_piece", on_piece)
         with sequence.context.exclusive(), Spool() as exported:
             new, n_before, failed = _ids(sequence, prompt), len(sequence), None
             hit = CacheHit(len(new), 0)
@@ -160,6 +161,7 @@ class PromptCache:
             CacheFull: there is no room; the sequence is empty.
             StoreError: the store cannot be read; the sequence is empty.
         """
+        check_kind("sequence", sequence, Sequence)
         with sequence.context.exclusive():
             if len(sequence):
                 raise OptionError(f"restore: sequence {sequence.seq_id} is not empty")
@@ -174,6 +176,7 @@ class PromptCache:
         Raises:
             StoreError: the store cannot be written.
         """
+        check_kind("sequence", sequence, Sequence)
         with sequence.context.exclusive(), Spool() as exported:
             sequence.compute_pending()
             text = self._exact_blocks(sequence, [])

@@ -19,6 +19,7 @@ from kvcellar.stores.base import (
     Note,
     check_budget,
     check_key,
+    check_search,
     decode_note,
     encode_note,
     flat,
@@ -107,7 +108,7 @@ class MemoryStore:
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there. Looks at all of them."""
-        check_key(key)
+        check_search(field, key, most)
         return list(islice((e for e in self.entries() if e.note.get(field) == key), most))
 
     @property

@@ -24,7 +24,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import xxhash
 
-from kvcellar.errors import ClosedError, OptionError, StoreError, not_copied
+from kvcellar.errors import (
+    ClosedError,
+    OptionError,
+    StoreError,
+    check_bool,
+    check_range,
+    check_real,
+    check_text,
+    not_copied,
+)
 from kvcellar.stores.base import (
     FIELDS,
     MAX_AGE_S,
@@ -34,6 +43,7 @@ from kvcellar.stores.base import (
     Field,
     Note,
     check_key,
+    check_search,
     decode_note,
     encode_note,
     flat,
@@ -146,13 +156,15 @@ class RedisStore:
         *,
         prefix: str = "kvcellar:",
         ttl_s: float | None = None,
-        piece_bytes: int | None = None,  # noqa: ARG002
+        piece_bytes: int | None = None,
         read_only: bool = False,
     ) -> None:
-        if ttl_s is not None and not 0.001 <= ttl_s <= MAX_AGE_S:
-            raise OptionError(f"ttl_s {ttl_s}: give seconds, from 0.001 to {MAX_AGE_S}, or None")
-        self.read_only = read_only
-        self._prefix = prefix
+        if ttl_s is not None:
+            check_real("ttl_s", ttl_s, 0.001, MAX_AGE_S)
+        if piece_bytes is not None:
+            check_range("piece_bytes", piece_bytes, 1, 2**63 - 1)
+        self.read_only = check_bool("read_only", read_only)
+        self._prefix = check_text("prefix", prefix)
         ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self._times = (ttl_ms, ttl_ms + _TRACE_S * 1000)
         self._client = RedisClient(url)
@@ -230,7 +242,8 @@ class RedisStore:
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there; any of them if there are more."""
-        name = f"{self._prefix}by:{field}:{check_key(key)}"
+        check_search(field, key, most)
+        name = f"{self._prefix}by:{field}:{key}"
         heads = self._client.call("SRANDMEMBER", name, most)
         entries = self._listed(heads)
         gone = [head for head, entry in zip(heads, entries, strict=True) if entry is None]
@@ -337,7 +350,7 @@ class RedisClient:
     """
 
     def __init__(self, url: str) -> None:
-        self._shown = without_secrets(url)
+        self._shown = without_secrets(check_text("url", url))
         self._closed = False
         self._errors, self._client = _connect(url, self._shown)
         try:
@@ -422,6 +435,8 @@ def _check_options(url: str, shown: str) -> None:
     """Refuse options that would change how values are read or written."""
     parts = urlsplit(url)
     known = _OPTIONS + (_TLS_OPTIONS if parts.scheme == "rediss" else ())
+    if parts.scheme != "unix" and re.fullmatch(r"/?[0-9]*", parts.path) is None:
+        raise OptionError(f"the path of {shown}: the number of a database is one, as in /0")
     for name in parse_qs(parts.query):
         if name not in known:
             # Of a password that is not escaped, the end looks like an option.
