@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
-_BINARY = getattr(os, "O_BINARY", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _KINDS: Mapping[int, str] = MappingProxyType(
@@ -85,25 +84,28 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
             followed.
         OSError: it is missing or cannot be opened.
     """
-    flags = os.O_RDONLY | _BINARY | _NO_WAIT | (0 if follow_links else _NO_LINK)
+    more = _NO_WAIT | (0 if follow_links else _NO_LINK)
     try:
         check_regular(Path(path).stat(follow_symlinks=follow_links).st_mode)
-        descriptor = os.open(path, flags)
+        # The file owns its descriptor from the start, so an interruption here leaves none open.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))  # noqa: SIM115
     except ValueError as error:  # a null byte, or what the file system cannot encode
         raise OSError(errno.EINVAL, f"no file can have that name ({error})") from error
+    except IsADirectoryError as error:
+        raise _not_a_file(stat.S_IFDIR) from error
     except OSError as error:
         if error.errno == errno.ELOOP and not follow_links:
             raise _not_a_file(stat.S_IFLNK) from error
         raise
     try:
-        status = os.fstat(descriptor)
+        status = os.fstat(file.fileno())
         check_regular(status.st_mode)
         if status.st_size == 0:  # also the files of /proc, some of which wait for something to read
             raise NotAFile(errno.ENODATA, "it is empty")
-        return os.fdopen(descriptor, "rb")
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
+    return file
 
 
 def check_regular(mode: int) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvcellar.errors import StoreError, disk_trouble
+from kvcellar.disk_errors import disk_trouble
+from kvcellar.errors import StoreError
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.index import newest_index
 from kvcellar.testing.store_use import content, found, order, refusal, value_of

@@ -104,11 +104,13 @@ class AttentionCache(Cache):
     @property
     def used(self) -> int:
         """How many cells have an owner."""
+        self.changes.settle()
         return self.table.used
 
     @property
     def token_count(self) -> int:
         """The sum of owners over cells: a shared cell counts once for each."""
+        self.changes.settle()
         return self.table.token_count
 
     @property
@@ -127,6 +129,7 @@ class AttentionCache(Cache):
 
     def n_free(self) -> int:
         """How many cells may be filled."""
+        self.changes.settle()
         return self.table.n_free()
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -163,10 +166,12 @@ class AttentionCache(Cache):
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
+        self.changes.settle()
         return CacheView.of(self.table, n_seq_max)
 
     def check(self) -> None:
         """Prove invariants 1 to 4; see :mod:`kvcellar.cells`."""
+        self.changes.settle()
         self.table.check()
 
     # -- llama.cpp's verbs

@@ -282,6 +282,7 @@ class Cache(ABC):
     @property
     def in_transaction(self) -> bool:
         """Whether a transaction is open."""
+        self.changes.settle()
         return bool(self._nest)
 
     def watch(self, remember: Remember) -> None:
@@ -436,7 +437,8 @@ class Transaction:
         try:
             self.commit()
         except BaseException:
-            self.rollback()
+            if self.is_open:
+                self.rollback()
             raise
 
 

@@ -102,7 +102,7 @@ class Changes:
     def remember(self, undo: Undo) -> None:
         """Note how an object that only this change alters is put back."""
         if self._note is not None:
-            self._note.undos.append(undo)
+            self._note.objects.append(undo)
 
     def afterwards(self, step: Callable[[], None]) -> None:
         """Call something once the change has happened, at once if there is none."""
@@ -116,11 +116,18 @@ class Changes:
 
         Rotating rows and moving them to other cells says the same in another way.
         """
-        note = self._note
+        note, n_kept = self._note, len(self.log)
         if note is not None:
-            undo = remember()
-            self.log.clear()
-            note.undos[self._participants.index(remember)] = undo
+            undos = list(note.start[0])
+            undos[self._participants.index(remember)] = remember()
+            note.start = undos, n_kept
+            self.log[:n_kept] = [_nothing] * n_kept  # rows that are kept take memory
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing is logged that could be taken back."""
+        note = self._note
+        return len(self.log) == (0 if note is None else note.start[1])
 
     # -- steps
 
@@ -151,9 +158,8 @@ class Changes:
         note = self._note
         if note is None:
             return
-        for undo in reversed(self.log):
-            undo()
-        for undo in reversed(note.undos):
+        undos, n_kept = note.start
+        for undo in [*note.objects, *undos, *self.log[n_kept:]][::-1]:
             undo()
         if note.forward is not None:
             call = _Call()
@@ -183,7 +189,7 @@ class _Call:
 class _Note:
     """How a change is taken back, and by whom it is made."""
 
-    __slots__ = ("afterwards", "call", "forward", "undos")
+    __slots__ = ("afterwards", "call", "forward", "objects", "start")
 
     def __init__(
         self,
@@ -192,9 +198,14 @@ class _Note:
         forward: Callable[[], object] | None,
     ) -> None:
         self.call = call
-        self.undos = undos
+        self.start = undos, 0  # what participants were, and how much of the log is kept
         self.forward = forward
+        self.objects: list[Undo] = []
         self.afterwards: list[Callable[[], None]] = []
+
+
+def _nothing() -> None:
+    """Stand in the place of what need not be taken back."""
 
 
 class Changing(Protocol):

@@ -159,6 +159,7 @@ class HybridCache(Cache):
 
     def check(self) -> None:
         """Prove the invariants of every part, and that all hold the same sequences."""
+        self.changes.settle()
         for part in self.parts:
             part.check()
         for seq_id in range(self.spec.n_seq_max):
@@ -298,6 +299,7 @@ class HybridCache(Cache):
 
     def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], StatePlacement | None]:
         """Take what microbatches need of every part."""
+        self.update()  # in every part before one takes anything, so that it can be kept
         groups, states = list[CellPart](), None
         for part in self.parts:
             cells, states = part._take(micros)  # noqa: SLF001  (of the same class)

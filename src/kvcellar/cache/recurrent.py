@@ -97,11 +97,13 @@ class RecurrentCache(Cache):
     @property
     def used(self) -> int:
         """How many rows are the state of a sequence; those of checkpoints do not count."""
+        self.changes.settle()
         return len({held.row for held in self.states.of if held})
 
     @property
     def token_count(self) -> int:
         """The sum of owners over rows: how many sequences have a state."""
+        self.changes.settle()
         return sum(held is not None for held in self.states.of)
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -141,6 +143,7 @@ class RecurrentCache(Cache):
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The rows as a value: the owners of each, and the last token of the first owner."""
+        self.changes.settle()
         table = CellTable(self.store.spec.n_rows, self.spec.n_seq_max)
         owners: dict[int, list[int]] = {}
         for seq, held in enumerate(self.states.of):
@@ -154,6 +157,7 @@ class RecurrentCache(Cache):
 
     def check(self) -> None:
         """Prove that all references to a row mean the same state."""
+        self.changes.settle()
         self.states.check()
 
     # -- llama.cpp's verbs

@@ -97,7 +97,7 @@ class StoreSync:
             remember: that of the cache. What it holds is the same afterwards, so what has been
                 done stays done, unless the change had begun with something else.
         """
-        begins, table = not self.changes.log, self._table
+        begins, table = self.changes.is_fresh, self._table
         if table.shifted:
             for piece in self._pieces(table.pending_cells()):
                 if self.has_rope:
@@ -113,7 +113,7 @@ class StoreSync:
             self._request = None
         elif self._threshold is not None and self._is_fragmented(self._threshold):
             self._compact(AUTOMATIC_MOVES)
-        if begins and self.changes.log:
+        if begins and not self.changes.is_fresh:
             self.changes.keep_so_far(remember)
 
     def copy_shared(self, seq: int, shared: Cells) -> None:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvcellar.cli import INTERRUPTED, cache, chat, info, run, tour
-from kvcellar.cli.console import complain
+from kvcellar.cli.console import Warnings, complain
 from kvcellar.cli.options import expand_groups
 from kvcellar.errors import KVCellarError
 
@@ -38,7 +38,8 @@ class Guarded(TyperGroup):
         """Run the command; map its errors to exit codes."""
         debug = ctx.params.get("debug")
         try:
-            result = super().invoke(ctx)
+            with Warnings():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except KVCellarError as error:
             if debug:

@@ -11,6 +11,7 @@ gets the text as it is.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from time import perf_counter
@@ -95,6 +96,26 @@ def print_json(data: object) -> None:
 def note(text: str) -> None:
     """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+class Warnings(logging.Handler):
+    """While entered, prints what stores and prompt caches warn of to stderr, a line each."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._loggers = [logging.getLogger(f"kvcellar.{name}") for name in ("stores", "prompts")]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning."""
+        note(f"warning: {one_line(record.getMessage())}")
+
+    def __enter__(self) -> None:
+        for logger in self._loggers:
+            logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
 
 
 def complain(error: Exception | str) -> None:

@@ -60,7 +60,7 @@ from kvcellar.runtime.saving import (
     require_single,
     take_snapshot,
 )
-from kvcellar.runtime.sequence import HeldSequence, Sequence
+from kvcellar.runtime.sequence import HeldSequence, Sequence, prompt_ids
 from kvcellar.snapshot.container import read_snapshot, write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import VERSION, FileGeneration, Kind
@@ -140,14 +140,10 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            sequence = self.change(self._new_sequence)
-        if prompt is not None:
-            try:
-                sequence.append(prompt)
-            except BaseException:
-                sequence.close()
-                raise
-        return sequence
+            if prompt is None:
+                return self.change(self._new_sequence)
+            ids = prompt_ids(self.model, prompt, is_first=True)
+            return self.change(lambda: self._new_sequence().append(ids))
 
     def decode(self, batch: Batch) -> Float32Array:
         """Compute a batch: write K and V, return the logits asked for.
@@ -317,14 +313,20 @@ class Context:
             return step()
         try:
             return changes.run(step)
-        except (CacheFull, SequenceIdError):
-            if not (self.reclaim() or (gc.collect() and self.reclaim())):
+        except CacheFull:
+            if not self.reclaim(thoroughly=True):
                 raise
         return changes.run(step)
 
-    def reclaim(self) -> bool:
-        """Free the ids and cells of sequences that nobody refers to; whether there were any."""
-        gone = [held for held in self._sequences.values() if not held.is_reachable]
+    def reclaim(self, *, thoroughly: bool = False) -> bool:
+        """Free the ids and cells of sequences that nobody refers to; whether there were any.
+
+        Args:
+            thoroughly: also look for those that only refer to each other.
+        """
+        gone = self._unreachable()
+        if not gone and thoroughly and gc.collect():
+            gone = self._unreachable()
         if gone:
             self.cache.changes.run(self._free, gone)
         return bool(gone)
@@ -395,6 +397,8 @@ class Context:
 
     def _new_sequence(self) -> Sequence:
         n_seq_max = self.spec.n_seq_max
+        if len(self._sequences) == n_seq_max:
+            self.reclaim(thoroughly=True)
         seq_id = next((i for i in range(n_seq_max) if i not in self._sequences), None)
         if seq_id is None:
             raise SequenceIdError(
@@ -406,6 +410,9 @@ class Context:
     def _handle(self, held: HeldSequence) -> Sequence:
         known = None if held.handle is None else held.handle()
         return Sequence(self, held) if known is None else known
+
+    def _unreachable(self) -> list[HeldSequence]:
+        return [held for held in self._sequences.values() if not held.is_reachable]
 
     def _free(self, sequences: Iterable[HeldSequence]) -> None:
         for held in sequences:

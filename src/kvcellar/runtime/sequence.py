@@ -48,6 +48,7 @@ from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.model import Model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +61,7 @@ def synchronized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turn:
+            self.context.cache.changes.settle()
             return method(self, *args, **kwargs)
 
     return alone
@@ -527,12 +529,7 @@ class Sequence:
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
         """Return the token ids that :meth:`append` would append."""
-        if isinstance(prompt, str):
-            is_first = len(self) == 0
-            return self.context.model.tokenizer.encode(prompt, add_special=is_first)
-        if not isinstance(prompt, Iterable):
-            raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
-        return check_integers("prompt", prompt, BatchError)
+        return prompt_ids(self.context.model, prompt, is_first=len(self) == 0)
 
     @synchronized
     def saved_text(self) -> SavedText:
@@ -613,6 +610,19 @@ class Sequence:
     def _check_open(self) -> None:
         if self.held.is_closed:
             raise ClosedError(f"sequence {self.seq_id} is closed")
+
+
+def prompt_ids(model: Model, prompt: str | Iterable[int], *, is_first: bool) -> list[int]:
+    """Return the token ids of a prompt, with those that begin a text if it is the first.
+
+    Raises:
+        BatchError: it is neither text nor a flat list of integers.
+    """
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt, add_special=is_first)
+    if not isinstance(prompt, Iterable):
+        raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
+    return check_integers("prompt", prompt, BatchError)
 
 
 def _warn_renamed(former: str, name: str) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvcellar.errors import SnapshotFileError, disk_trouble
+from kvcellar.disk_errors import disk_trouble
+from kvcellar.errors import SnapshotFileError
 from kvcellar.files import check_regular
 
 _FOLDER = re.compile(r"\.kvcellar-[0-9a-f]{16}")

@@ -36,7 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvcellar.errors import NO_ROOM, ClosedError, StoreError, disk_trouble
+from kvcellar.disk_errors import NO_ROOM, disk_trouble
+from kvcellar.errors import ClosedError, StoreError
 from kvcellar.stores.base import FIELDS, REMEMBERED, Entry, Field, decode_note, encode_note, keys_in
 from kvcellar.stores.disk.access import Access, admit
 from kvcellar.stores.disk.files import (

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 
+from kvcellar.disk_errors import NO_ROOM, disk_trouble
 from kvcellar.errors import (
-    NO_ROOM,
     ClosedError,
     StoreError,
     check_bool,
     check_kind,
     check_real,
-    disk_trouble,
     not_copied,
 )
 from kvcellar.stores.base import (
