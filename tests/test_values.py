@@ -350,6 +350,8 @@ PARTS = {"RedisClient", "Index", "LiveIndex"}
 def _is_handle(name: str, kind: type) -> bool:
     if getattr(kind, "_is_protocol", False) or isabstract(kind) or kind.__name__ in PARTS:
         return False
+    if kind.__name__.startswith("_"):
+        return False
     if _is_below(name):
         return kind.__name__.endswith("Store")
     return hasattr(kind, "close") or issubclass(kind, (Cache, Transaction, Placement))

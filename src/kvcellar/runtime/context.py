@@ -325,7 +325,7 @@ class Context:
             thoroughly: also look for those that only refer to each other.
         """
         gone = self._unreachable()
-        if not gone and thoroughly and gc.collect():
+        if not gone and check_bool("thoroughly", thoroughly) and gc.collect():
             gone = self._unreachable()
         if gone:
             self.cache.changes.run(self._free, gone)

@@ -144,10 +144,15 @@ def check_key(key: str) -> str:
     """Return the key; refuse one that could be taken for anything else, such as a path."""
     if not is_key(key):
         raise OptionError(
-            f"key {shown(key)}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
+            f"key {shown(key, 200)}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
             "and does not begin with a dot"
         )
     return key
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """Return the keys in a list, each checked."""
+    return [check_key(key) for key in check_kind("keys", keys, list, tuple)]
 
 
 def is_key(key: object) -> bool:
@@ -177,7 +182,7 @@ def check_search(field: Field, key: str, most: int) -> None:
 
 def check_store(store: object) -> None:
     """Check that something is a store, by its methods: other people write stores too."""
-    verbs = ("put", "get", "has", "touch", "why_absent", "delete", "entries", "find")
+    verbs = ("put", "get", "has", "touch", "touch_all", "why_absent", "delete", "entries", "find")
     if isinstance(store, type) or not all(callable(getattr(store, verb, None)) for verb in verbs):
         raise OptionError(f"store={shown(store)}: open one first, with open_store(…)")
 

@@ -19,6 +19,7 @@ from kvcellar.stores.base import (
     Note,
     check_budget,
     check_key,
+    check_keys,
     check_search,
     decode_note,
     encode_note,
@@ -90,7 +91,7 @@ class MemoryStore:
 
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Make values the most recently used; return which are there."""
-        return {key for key in keys if self.touch(key)}
+        return {key for key in check_keys(keys) if self.touch(key)}
 
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored."""

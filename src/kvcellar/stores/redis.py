@@ -39,6 +39,7 @@ from kvcellar.stores.base import (
     Field,
     Note,
     check_key,
+    check_keys,
     check_search,
     decode_note,
     encode_note,
@@ -233,7 +234,8 @@ class RedisStore:
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Start their times to live again, all at once; return which are there."""
         script, times = (_HAS, ()) if self.read_only else (_USE, self._times)
-        commands = [self._script(script, check_key(key), *times) for key in keys]
+        keys = check_keys(keys)
+        commands = [self._script(script, key, *times) for key in keys]
         there = self._client.calls(*commands, shape=_flags) if commands else []
         return {key for key, is_there in zip(keys, there, strict=True) if is_there}
 

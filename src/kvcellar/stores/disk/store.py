@@ -24,7 +24,6 @@ from kvcellar.errors import (
     ClosedError,
     StoreError,
     check_bool,
-    check_kind,
     check_real,
     not_copied,
 )
@@ -38,6 +37,7 @@ from kvcellar.stores.base import (
     Note,
     check_budget,
     check_key,
+    check_keys,
     check_search,
     decode_note,
     encode_note,
@@ -184,7 +184,7 @@ class DiskStore:
 
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Make values the most recently used, in one transaction; return which are there."""
-        there = [key for key in check_kind("keys", keys, list, tuple) if self.has(key)]
+        there = [key for key in check_keys(keys) if self.has(key)]
         return set(self._use(there)) if there else set()
 
     def why_absent(self, key: str) -> Absence:
