@@ -7,13 +7,17 @@ sequence, so that verbs need not look at the cells of others.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
-from kvcellar.errors import OptionError, SequenceIdError
+from kvcellar.errors import (
+    OptionError,
+    SequenceIdError,
+    shown,
+    whole,
+)
 from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array, OwnerBits
 
 Cells: TypeAlias = "slice[int, int, None] | Int64Array"
@@ -88,11 +92,25 @@ def as_cells(numbers: Int64Array) -> Cells:
 
 def clamp_range(p0: int, p1: int) -> tuple[int, int]:
     """A range of positions with its open (negative) bounds filled in."""
-    try:
-        p0, p1 = operator.index(p0), operator.index(p1)
-    except TypeError:
-        raise OptionError(f"range [{p0!r}, {p1!r}): positions must be integers") from None
-    return max(p0, 0), MAX_POSITION if p1 < 0 else min(p1, MAX_POSITION)
+    first, end = whole(p0), whole(p1)
+    if first is None or end is None:
+        raise OptionError(f"range [{shown(p0)}, {shown(p1)}): positions must be integers")
+    return max(first, 0), MAX_POSITION if end < 0 else min(end, MAX_POSITION)
+
+
+def clamp_delta(delta: int) -> int:
+    """How far positions move, at most from one end of the range to the other."""
+    if (number := whole(delta)) is None:
+        raise OptionError(f"delta={shown(delta)}: must be a whole number")
+    return max(-MAX_POSITION, min(number, MAX_POSITION))
+
+
+def clamp_divisor(d: int) -> int:
+    """What positions are divided by, at most what makes all of them 0."""
+    number = whole(d)
+    if number is None or number < 1:
+        raise OptionError(f"seq_div by {shown(d)}: the divisor must be a whole number from 1 on")
+    return min(number, MAX_POSITION)
 
 
 def group_rows(rows: Int64Array, seq_ids: Int64Array) -> list[tuple[int, Int64Array]]:
@@ -107,16 +125,18 @@ def group_rows(rows: Int64Array, seq_ids: Int64Array) -> list[tuple[int, Int64Ar
 
 def checked_id(seq_id: int, n_seq_max: int) -> int:
     """The id as an int; raises SequenceIdError unless it is in ``[0, n_seq_max)``."""
-    try:
-        number = operator.index(seq_id)
-    except TypeError:
-        number = -1
-    if not 0 <= number < n_seq_max:
+    number = whole(seq_id)
+    if number is None or not 0 <= number < n_seq_max:
         raise SequenceIdError(
-            f"seq_id {seq_id!r} is outside [0, {n_seq_max}): "
+            f"seq_id {shown(seq_id)} is outside [0, {n_seq_max}): "
             "use an id in that range or a larger n_seq_max"
         )
     return number
+
+
+def means_all(seq_id: int) -> bool:
+    """Whether an id stands for every sequence: -1."""
+    return whole(seq_id) == -1
 
 
 def owner_words(n_seq_max: int) -> int:
@@ -147,14 +167,12 @@ def count_owners(bits: OwnerBits) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """Facts about a sequence that need no scan.
+    """Facts about a sequence that need no scan; a value, whose methods return another.
 
     Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
     neighbours, those of ``cells`` (ascending) and of ``appended``. While ``exact``, every candidate
     is its own. ``count``, ``pos_min`` and ``pos_max`` hold while ``fresh``; then the candidates
     are exact too, and the bounds as tight as can be.
-
-    Arrays and tuples are never changed in place, so a shallow copy is a copy.
     """
 
     lo: int = 0
@@ -186,44 +204,49 @@ class Span:
             start = int(np.searchsorted(self.cells, new[0]))
             if start < len(self.cells):
                 new = np.union1d(self.cells[start:], new)
+            # The same set in another form; one assignment, so that no half of it is ever seen.
             self.cells, self.appended = np.concatenate((self.cells[:start], new)), ()
         return self.cells
 
-    def set_exact(self, cells: Cells) -> None:
-        """Take these, ascending, for all of the sequence's cells."""
-        self.exact, self.appended = True, ()
+    def narrowed(self, cells: Cells) -> Span:
+        """The same with these, ascending, for all of the sequence's cells."""
+        facts = self.fresh, self.count, self.pos_min, self.pos_max
         if isinstance(cells, slice):
-            self.cells, self.lo, self.hi = None, cells.start, cells.stop
-        else:
-            self.cells = cells
+            return Span(cells.start, cells.stop, *facts)
+        return Span(self.lo, self.hi, *facts, cells)
 
-    def add(self, cells: Cells, at: Int32Array) -> None:
-        """Take in cells at these positions that the sequence did not own before, at least one."""
+    def added(self, cells: Cells, at: Int32Array) -> Span:
+        """With cells at these positions that the sequence did not own before, at least one."""
         lowest, highest = int(at.min()), int(at.max())
-        self.count += len(at)
-        self.pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
-        self.pos_max = max(self.pos_max, highest)
-        self._include(cells)
+        pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
+        facts = self.fresh, self.count + len(at), pos_min, max(self.pos_max, highest)
+        return self._including(cells, facts, self.exact)
 
-    def include(self, cells: Cells) -> None:
-        """Take in further candidates; which are the sequence's is no longer known."""
-        self.invalidate()
-        self._include(cells)
+    def including(self, cells: Cells) -> Span:
+        """With further candidates; which are the sequence's is no longer known."""
+        return self._including(cells, (False, self.count, self.pos_min, self.pos_max), False)
 
-    def invalidate(self) -> None:
-        """Stop trusting what was known: the sequence has lost or moved cells."""
-        self.fresh = self.exact = False
+    def stale(self) -> Span:
+        """Without trust in what was known: the sequence has lost or moved cells."""
+        facts = self.count, self.pos_min, self.pos_max
+        return Span(self.lo, self.hi, False, *facts, self.cells, self.appended, exact=False)
 
-    def _include(self, cells: Cells) -> None:
+    def moved(self) -> Span:
+        """With the same cells at positions that are not known."""
+        facts = self.count, self.pos_min, self.pos_max
+        return Span(self.lo, self.hi, False, *facts, self.cells, self.appended, self.exact)
+
+    def _including(self, cells: Cells, facts: tuple[bool, int, int, int], exact: bool) -> Span:
         lo, hi = cell_bounds(cells)
         if self.hi == 0:
-            self.lo, self.hi = lo, hi
-            self.cells = None if isinstance(cells, slice) else ascending(cells)
-            return
-        if self.cells is not None:
-            self.appended = (*self.appended, cells)
-            if len(self.appended) > _MAX_APPENDED:
-                self.candidates()
-        elif self.exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
-            self.cells, self.appended = cell_numbers(slice(self.lo, self.hi)), (cells,)
-        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
+            numbers = None if isinstance(cells, slice) else ascending(cells)
+            return Span(lo, hi, *facts, numbers, exact=exact)
+        mine, appended = self.cells, self.appended
+        if mine is not None:
+            appended = (*appended, cells)
+        elif exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
+            mine, appended = cell_numbers(slice(self.lo, self.hi)), (cells,)
+        span = Span(min(self.lo, lo), max(self.hi, hi), *facts, mine, appended, exact)
+        if len(appended) > _MAX_APPENDED:
+            span.candidates()
+        return span

@@ -9,14 +9,24 @@ states of recurrent layers. A layer may have more than one of them.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
-from kvcellar.errors import OptionError
+from kvcellar.errors import (
+    OptionError,
+    check_bool,
+    check_choice,
+    check_kind,
+    check_range,
+    check_real,
+    shown,
+)
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -60,7 +70,30 @@ class KVType(Enum):
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of n values; n must be a multiple of ``block_size``."""
-        return n // self.block_size * self.block_bytes
+        return check_range("n", n, 0, 2**62) // self.block_size * self.block_bytes
+
+    @property
+    def limit(self) -> int:
+        """The bits of the smallest magnitude that no value, or scale of a block, may have."""
+        return _LIMITS.get(self, _LIMITS[KVType.F16])
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that rows of this type always hold."""
+        return _LARGEST.get(self, _LARGEST[KVType.F16])
+
+    def numbers(self, rows: AnyArray) -> AnyArray:
+        """View the last axis of raw rows as the bits of their values, or of the scales of blocks.
+
+        Integers without a sign, ``[..., row_bytes / 4]`` or ``[..., row_bytes / 2]``; of quantised
+        types ``[..., n_blocks, n_scales]``.
+        """
+        if not self.is_quantized:
+            return rows.view(f"<u{self.block_bytes}")
+        n_scales, n_blocks = _SCALES.get(self, 1), rows.shape[-1] // self.block_bytes
+        shape = (*rows.shape[:-1], n_blocks, 2 * n_scales)
+        strides = (*rows.strides[:-1], self.block_bytes, 1)
+        return as_strided(rows, shape, strides, writeable=False).view("<u2")
 
     @classmethod
     def parse(cls, name: str | KVType) -> KVType:
@@ -72,10 +105,71 @@ class KVType(Enum):
         if isinstance(name, cls):
             return name
         for member in cls:
-            if member.label == str(name).lower():
+            if isinstance(name, str) and member.label == name.lower():
                 return member
         known = ", ".join(member.label for member in cls)
-        raise OptionError(f"unknown K/V type {name!r}; one of {known}")
+        raise OptionError(f"unknown K/V type {shown(name)}; one of {known}")
+
+
+MAX_VALUE = 2.0**100
+"""K and V stay below it in magnitude, in any type.
+
+A larger key makes scores infinite, and a mask does not hide those: infinity and -inf are NaN.
+"""
+_LIMITS = {
+    KVType.F32: 0x71800000,  # MAX_VALUE
+    KVType.BF16: 0x7180,
+    KVType.F16: 0x7C00,  # infinity
+}
+_LARGEST = {
+    KVType.F32: 2.0**99,
+    KVType.BF16: 2.0**99,
+    KVType.F16: 65504.0,
+    KVType.Q8_0: 127 * 65504.0,
+    KVType.Q5_0: 16 * 65504.0,
+    KVType.Q4_0: 8 * 65504.0,
+    KVType.IQ4_NL: 8 * 65504.0,
+}
+_SCALES = {KVType.Q4_1: 2, KVType.Q5_1: 2}
+"""Where blocks begin with a scale and a minimum, f16 each; the others have a scale alone."""
+
+
+def all_finite(numbers: AnyArray, kind: KVType) -> bool:
+    """Return whether bits that :meth:`KVType.numbers` returned are all of finite values.
+
+    Finite means below :data:`MAX_VALUE` too.
+    """
+    if numbers.size == 0:
+        return True
+    sign = _sign(numbers)
+    # Two passes that copy nothing: what has a sign is negative as an int, and largest without one.
+    positive, negative = numbers.view(f"<i{numbers.itemsize}").max(), numbers.max()
+    return int(positive) < kind.limit and int(negative) < sign | kind.limit
+
+
+def finite_rows(rows: ByteArray, kind: KVType) -> BoolArray:
+    """Return for each of raw rows ``[n, row_bytes]`` whether all its values are finite, ``[n]``."""
+    is_finite = _magnitudes(kind.numbers(np.ascontiguousarray(rows))) < kind.limit
+    finite: BoolArray = np.all(is_finite, axis=tuple(range(1, is_finite.ndim)))
+    return finite
+
+
+def overflowed(row: ByteArray, kind: KVType) -> bool:
+    """Return whether a raw row that is not finite came from values too large for an f16."""
+    return (
+        kind.limit == _LIMITS[KVType.F16]
+        and int(_magnitudes(kind.numbers(row)).max()) == kind.limit
+    )
+
+
+def _magnitudes(numbers: AnyArray) -> AnyArray:
+    """Bits without their signs: in the order of magnitudes, NaN above infinity."""
+    unsigned: AnyArray = numbers & numbers.dtype.type(_sign(numbers) - 1)
+    return unsigned
+
+
+def _sign(numbers: AnyArray) -> int:
+    return 1 << (8 * numbers.itemsize - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +178,15 @@ class RowFormat:
 
     kind: KVType
     hadamard: int = 0
+
+
+_MAX_REAL = sys.float_info.max
+_REALS = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+
+
+def _set(value: object, name: str, checked: object) -> None:
+    """Set a field of a frozen value to the plain value of what was given."""
+    object.__setattr__(value, name, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +209,17 @@ class RopeSpec:
     n_ctx_orig: int = 0
     factors: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("normal", "neox"))
+        for name in ("n_rot", "n_ctx_orig"):
+            _set(self, name, check_range(name, getattr(self, name), 0, MAX_POSITION))
+        for name in _REALS:
+            _set(self, name, check_real(name, getattr(self, name), -_MAX_REAL, _MAX_REAL))
+        if self.factors is not None:
+            factors = check_kind("factors", self.factors, tuple)
+            reals = (check_real("factors", one, -_MAX_REAL, _MAX_REAL) for one in factors)
+            _set(self, "factors", tuple(reals))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -122,6 +236,14 @@ class LayerSpec:
     rope: RopeSpec | None = None
     window: int = 0
     v_offset: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_head_kv", "head_dim_k", "head_dim_v", "window"):
+            _set(self, name, check_range(name, getattr(self, name), 0, MAX_POSITION))
+        if self.rope is not None:
+            check_kind("rope", self.rope, RopeSpec)
+        if self.v_offset is not None:
+            _set(self, "v_offset", check_range("v_offset", self.v_offset, 0, MAX_POSITION))
 
     @property
     def n_embd_k(self) -> int:
@@ -150,8 +272,15 @@ class CacheSpec:
     padding: int = field(default=0)
 
     def __post_init__(self) -> None:
-        if self.padding == 0:
-            object.__setattr__(self, "padding", 256 if self.flash_attn else 32)
+        for name in ("size", "n_seq_max"):
+            _set(self, name, check_range(name, getattr(self, name), 1, MAX_POSITION))
+        for layer in check_kind("layers", self.layers, tuple):
+            check_kind("layers", layer, LayerSpec)
+        for name in ("type_k", "type_v"):
+            _set(self, name, KVType.parse(getattr(self, name)))
+        _set(self, "flash_attn", check_bool("flash_attn", self.flash_attn))
+        padding = check_range("padding", self.padding, 0, MAX_POSITION)
+        _set(self, "padding", padding or (256 if self.flash_attn else 32))
 
     @property
     def window(self) -> int:
@@ -163,24 +292,29 @@ class CacheSpec:
         """Whether V is stored a row a channel rather than a row a cell."""
         return not self.flash_attn
 
+    def layer_name(self, layer: int) -> str:
+        """What messages call a layer."""
+        among = f" of those with a window of {self.window}" if self.window else ""
+        return f"layer {layer}{among}"
+
     def k_bytes(self, layer: int) -> int:
         """Bytes of a layer's K buffer."""
-        return self.type_k.row_bytes(self.layers[layer].n_embd_k) * self.size
+        return self.type_k.row_bytes(self._layer(layer).n_embd_k) * self.size
 
     def v_bytes(self, layer: int) -> int:
         """Bytes of a layer's V buffer."""
-        return self.type_v.row_bytes(self.layers[layer].n_embd_v) * self.size
+        return self.type_v.row_bytes(self._layer(layer).n_embd_v) * self.size
 
     def hadamard_k(self, layer: int) -> int:
         """Size of the Hadamard transform under which the layer's K is stored, 0 for none."""
-        return _hadamard_size(self.type_k, self.layers[layer].head_dim_k)
+        return _hadamard_size(self.type_k, self._layer(layer).head_dim_k)
 
     def hadamard_v(self, layer: int) -> int:
         """Size of the Hadamard transform under which the layer's V is stored, 0 for none.
 
         Small runs suit V better: Gemma 3's likelihoods with q4_0 are 1.5 % worse with whole heads.
         """
-        return min(64, _hadamard_size(self.type_v, self.layers[layer].head_dim_v))
+        return min(64, _hadamard_size(self.type_v, self._layer(layer).head_dim_v))
 
     def k_format(self, layer: int) -> RowFormat:
         """How the layer's K rows are stored."""
@@ -199,6 +333,9 @@ class CacheSpec:
     def n_bytes(self) -> int:
         """Bytes of all K and V buffers."""
         return sum(self.k_bytes(i) + self.v_bytes(i) for i in range(len(self.layers)))
+
+    def _layer(self, layer: int) -> LayerSpec:
+        return self.layers[check_range("layer", layer, 0, len(self.layers) - 1)]
 
 
 def _hadamard_size(kind: KVType, head_dim: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, show
+from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, say, show
 from kvcellar.cli.options import MODEL_HELP, AsJson, Pre
 from kvcellar.cli.units import human_bytes
 
@@ -55,7 +55,7 @@ def _show_environment(as_json: bool) -> None:
         print_json(asdict(found))
         return
     for name, value in _environment_rows(found):
-        print(f"{name:<20}{value}")
+        say(f"{name:<20}{value}")
 
 
 def _show_model(model: str, pre: str | None, as_json: bool) -> None:

@@ -15,6 +15,7 @@ cannot be checked, so import only files from people whose results you would use.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
-from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
+from kvcellar.errors import (
+    OptionError,
+    SnapshotError,
+    SnapshotFileError,
+    StoreError,
+    check_kind,
+    check_path,
+)
+from kvcellar.files import open_regular, why
 from kvcellar.prompts.blocks import check_block
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, encode_note
+from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, check_store, encode_note
 
 FORMAT, VERSION = "kvcellar-prompts", 1
 _INDEX = "index.json"
@@ -80,6 +89,10 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
         SnapshotFileError: a block is damaged or gone, or the file cannot be written; an older file
             is as it was.
     """
+    check_store(store)
+    path = check_path("path", path)
+    for block in check_kind("blocks", blocks, list, tuple):
+        check_kind("blocks", block, Entry)
     with replacing(path) as beside:
         _write(store, blocks, beside)
     return path.stat().st_size
@@ -92,8 +105,8 @@ def check_export(path: Path) -> None:
         SnapshotFileError: the file is damaged, or no export.
         LibraryError: values are compressed by a library that is not installed.
     """
-    with _opened(path) as archive:
-        _checked(archive, path)
+    with _opened(check_path("path", path)) as archive:
+        _checked(archive)
 
 
 def import_blocks(store: Store, path: Path) -> Imported:
@@ -106,8 +119,10 @@ def import_blocks(store: Store, path: Path) -> Imported:
         SnapshotFileError: the file is damaged, or no export; nothing was put.
         StoreError: a block cannot be put; the message names it, and how many were.
     """
+    check_store(store)
+    path = check_path("path", path)
     with _opened(path) as archive:
-        items = _checked(archive, path)
+        items = _checked(archive)
         put: list[_Item] = []
         for i, item in reversed(list(enumerate(items))):
             if not store.touch(item.key):
@@ -170,7 +185,7 @@ def _hash(data: bytes) -> str:
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open the file; whatever reading it raises becomes an error of the file."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _file(path) as file, zipfile.ZipFile(file) as archive:
             yield archive
     except SnapshotError as error:
         if isinstance(error, SnapshotFileError):
@@ -184,9 +199,17 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         ) from error
 
 
-def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
+def _file(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise SnapshotFileError(f"cannot be read: {why(error)}") from error
+
+
+def _checked(archive: zipfile.ZipFile) -> list[_Item]:
     """Read every value and return what the index lists."""
-    items = _items(archive, path.stat().st_size)
+    assert archive.fp is not None
+    items = _items(archive, os.fstat(archive.fp.fileno()).st_size)
     for i, item in enumerate(items):
         value = _value(archive, i, item)
         try:

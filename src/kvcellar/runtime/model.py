@@ -10,13 +10,24 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+
 from kvcellar.backends.base import ModelFile, OpenMemory
-from kvcellar.errors import ClosedError, OptionError
+from kvcellar.errors import (
+    ClosedError,
+    ModelFileError,
+    OptionError,
+    check_choice,
+    check_kind,
+    check_path,
+    not_copied,
+)
+from kvcellar.files import FileStamp
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.runtime.weights_hash import file_stamp, weights_hash
+from kvcellar.runtime.weights_hash import weights_hash
 from kvcellar.text.chat_template import ChatTemplate
 from kvcellar.text.tokenizer import Tokenizer, check_pre
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
@@ -32,6 +43,9 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
+
+    While the model is open, do not write to its file or make it shorter: what is mapped changes
+    with it, and reading what is gone ends the process (SIGBUS). Replace it by renaming another.
 
     Memory is given back by :meth:`close`, at the end of a ``with`` block, or some time after the
     last reference is gone, when Python looks for garbage; that holds for contexts too.
@@ -53,6 +67,10 @@ class Model:
         OptionError: ``n_threads`` is outside its range, or no such backend or pre-tokenizer.
     """
 
+    __reduce_ex__ = not_copied(
+        "a Model", "open its path again with Model.from_gguf(); the file is mapped once"
+    )
+
     def __init__(
         self,
         path: str | Path,
@@ -64,8 +82,7 @@ class Model:
         if pre is not None:
             check_pre(pre)
         self._pre = pre
-        self._stamp = file_stamp(path)
-        self._file = open_model_file(path, backend, n_threads)
+        self._file = open_model_file(check_path("path", path), backend, n_threads)
         self.path = self._file.path
         self.metadata: Mapping[str, object] = self._file.metadata
         self.backend = backend
@@ -135,8 +152,10 @@ class Model:
         Raises:
             OptionError: an argument outside its range, or a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
+            ModelFileError: the model's file was truncated since it was opened.
         """
         self._check_open()
+        self._check_whole()
         options = ContextOptions(
             n_ctx,
             n_seq_max,
@@ -156,22 +175,30 @@ class Model:
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """Return why attention cannot run in a kernel of our own; None if it can."""
-        return self._file.why_no_kernel(spec)
+        return self._file.why_no_kernel(check_kind("spec", spec, CacheSpec))
 
     @cached_property
     def weights_hash(self) -> str:
-        """A hash of all that is computed with; of a new file, all of it is read once.
+        """A hash of all that is computed with, by which snapshots and stores know the model.
 
-        See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
+        Of a new file all is read once; then the hash is kept in the user's cache folder, and read
+        from there once samples of the file confirm it. Nothing is written beside the model. See
+        :mod:`kvcellar.runtime.weights_hash`.
 
         Raises:
             ClosedError: the model is closed, and it was not computed before.
+            ModelFileError: the file was truncated since it was opened.
         """
         self._check_open()
-        return weights_hash(self._file, self._stamp)
+        self._check_whole()
+        return weights_hash(self._file)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
         """Convert rows of K or V ``[n, row_bytes]`` to another format, for snapshots."""
+        if check_kind("rows", rows, np.ndarray).ndim != 2 or rows.dtype != np.uint8:
+            raise OptionError(f"rows: {rows.dtype} {rows.shape}: bytes [n, row_bytes] are needed")
+        for name, form in (("src", src), ("dst", dst)):
+            check_kind(name, form, RowFormat)
         return self._file.convert_rows(rows, src, dst)
 
     def open_memory(self, spec: MemorySpec, *, kernel: bool, products: bool) -> OpenMemory:
@@ -208,6 +235,16 @@ class Model:
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
 
+    def _check_whole(self) -> None:
+        """Refuse a file that was truncated, as far as that shows: reading on ends the process."""
+        was, now = self._file.stamp, FileStamp.at(self.path)
+        is_same = now is not None and (now.device, now.inode) == (was.device, was.inode)
+        if now is not None and is_same and now.n_bytes < was.n_bytes:
+            raise ModelFileError(
+                f"{self.path} was truncated from {was.n_bytes} to {now.n_bytes} bytes while it was "
+                "open: load it again, and replace files in use by renaming"
+            )
+
     def __repr__(self) -> str:
         spec = self.spec
         return f"<Model {self.path.name}: {spec.arch}, {len(spec.layers)} layers>"
@@ -221,8 +258,7 @@ def open_model_file(path: str | Path, backend: str, n_threads: int | None) -> Mo
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
         LibraryError: the backend's library cannot be used.
     """
-    if backend not in BACKENDS:
-        raise OptionError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    check_choice("backend", backend, tuple(BACKENDS))
     module, _, name = BACKENDS[backend].partition(":")
     opened: ModelFile[Any] = getattr(import_module(module), name)(path, n_threads)
     return opened

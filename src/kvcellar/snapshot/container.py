@@ -2,7 +2,8 @@
 
 safetensors says where arrays are and checks that they are within the file. Beyond that each array
 has a hash in the description, and the description has one itself; nothing is used whose hash
-differs. Hashes find damage, not forgery.
+differs. Hashes find damage, not forgery. So a snapshot is read only if its arrays are those that
+the description needs, and as large: a small file cannot unfold into more than it is needed for.
 
 Arrays may be compressed with zstd, an optional extra. The bytes of numbers are sorted by
 significance first: exponents are alike, mantissas are not.
@@ -11,11 +12,13 @@ significance first: exponents are alike, mantissas are not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import xxhash
@@ -24,8 +27,18 @@ from safetensors.numpy import save, save_file
 
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
+from kvcellar.files import open_regular, why
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays, to_arrays
+from kvcellar.snapshot.native import (
+    VERSION,
+    Admit,
+    Arrays,
+    Declared,
+    SnapshotArrays,
+    from_arrays,
+    outline,
+    to_arrays,
+)
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
 
@@ -39,19 +52,29 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "F32": np.float32,
 }
 
+_OS_ERROR = re.compile(r"\(os error ([0-9]{1,9})\)")
+"""How safetensors quotes the number of an error of the system."""
+
+Check: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Declared]], None]
+"""Raises unless arrays are what a description needs."""
+
 LEVEL = 3
 MAX_RATIO = 1000
 """The largest ratio of compression: arrays that would become smaller are stored as they are."""
 
 
-def read_snapshot(path: str | Path) -> Snapshot:
+def read_snapshot(path: str | Path, admit: Admit | None = None) -> Snapshot:
     """Read the snapshot in a file.
+
+    Args:
+        path: the file.
+        admit: called before any array is read; what it raises is raised.
 
     Raises:
         SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    return from_arrays(read_file(Path(path)))
+    return from_arrays(read_file(Path(path), _check(admit)))
 
 
 def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> int:
@@ -59,9 +82,18 @@ def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> i
     return write_file(Path(path), to_arrays(snapshot), compress=compress)
 
 
-def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
-    """Read the snapshot in a value of a store; raises as :func:`read_snapshot` does."""
-    return from_arrays(from_bytes(value))
+def snapshot_from(value: bytes | bytearray | memoryview, admit: Admit | None = None) -> Snapshot:
+    """Read the snapshot in a value of a store; see :func:`read_snapshot`."""
+    return from_arrays(from_bytes(value, _check(admit)))
+
+
+def _check(admit: Admit | None) -> Check:
+    def check(about: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
+        found = outline(about, declared)
+        if admit is not None:
+            admit(found)
+
+    return check
 
 
 def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
@@ -76,12 +108,18 @@ def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
         try:
             save_file(arrays, beside, metadata)
         except SafetensorError as error:
+            if (number := _OS_ERROR.search(str(error))) is not None:
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise SnapshotFileError(f"cannot write {path}: {error}") from error
         return beside.stat().st_size
 
 
-def read_file(path: Path) -> SnapshotArrays:
+def read_file(path: Path, check: Check | None = None) -> SnapshotArrays:
     """Read a file.
+
+    Args:
+        path: the file.
+        check: called with the description and what is said of the arrays, before these are read.
 
     Raises:
         SnapshotFileError: it is missing, no snapshot, of a later version, or damaged.
@@ -89,12 +127,12 @@ def read_file(path: Path) -> SnapshotArrays:
     """
     with _opened(path) as file:
 
-        def get(name: str) -> AnyArray:
-            _dtype(name, file.get_slice(name).get_dtype())
-            array: AnyArray = file.get_tensor(name)
-            return array
+        def declared(name: str) -> Declared:
+            part = file.get_slice(name)
+            return _declared(name, part.get_dtype(), part.get_shape())
 
-        return _verified(file.metadata(), list(file.keys()), get)
+        stored = {name: declared(name) for name in file.keys()}  # noqa: SIM118
+        return _verified(file.metadata(), stored, file.get_tensor, check)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -117,8 +155,8 @@ def to_bytes(packed: SnapshotArrays, *, compress: bool) -> bytes:
     return bytes(save(arrays, metadata))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
-    """Read what :func:`to_bytes` returned; raises as :func:`read_file` does."""
+def from_bytes(data: bytes | bytearray | memoryview, check: Check | None = None) -> SnapshotArrays:
+    """Read what :func:`to_bytes` returned; see :func:`read_file`."""
     whole = bytes(data)
     try:
         found = dict(_deserialize(whole))
@@ -128,11 +166,11 @@ def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
 
     def get(name: str) -> AnyArray:
         about = found[name]
-        flat = np.frombuffer(about["data"], _dtype(name, about["dtype"]))
-        array: AnyArray = flat.reshape(about["shape"])
+        array: AnyArray = np.frombuffer(about["data"], stored[name].dtype).reshape(about["shape"])
         return array
 
-    return _verified(header.get("__metadata__"), list(found), get)
+    stored = {name: _declared(name, one["dtype"], one["shape"]) for name, one in found.items()}
+    return _verified(header.get("__metadata__"), stored, get, check)
 
 
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
@@ -180,16 +218,21 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def _verified(
-    metadata: Mapping[str, str] | None, names: list[str], get: Callable[[str], AnyArray]
+    metadata: Mapping[str, str] | None,
+    stored: Mapping[str, Declared],
+    get: Callable[[str], AnyArray],
+    check: Check | None,
 ) -> SnapshotArrays:
     about = _description(metadata)
     listed = about.pop("arrays")
-    if set(listed) != set(names):
-        odd = sorted(set(listed) ^ set(names))
+    if set(listed) != set(stored):
+        odd = sorted(set(listed) ^ set(stored))
         raise SnapshotFileError(f"arrays are missing or were added: {', '.join(odd[:3])}")
+    if check is not None:
+        packed = {name: _unpacked(one) for name, one in listed.items() if "codec" in one}
+        check(about, {**stored, **packed})
     arrays = Arrays()
-    for name in names:
-        wanted = listed[name]
+    for name, wanted in listed.items():
         try:
             array = get(name)
         except (ValueError, OverflowError) as error:  # a shape that NumPy cannot have
@@ -209,23 +252,34 @@ def _hash(data: AnyArray | bytes) -> str:
     return state.hexdigest()
 
 
-def _dtype(name: str, dtype: str) -> type[np.generic]:
-    """Return the NumPy type of that name, if it is one that snapshots have."""
+def _declared(name: str, dtype: str, shape: Sequence[int]) -> Declared:
+    """Return what the header says of an array, if it is of a type that snapshots have."""
     if dtype not in _DTYPES:
         raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")
-    return _DTYPES[dtype]
+    return Declared(np.dtype(_DTYPES[dtype]).str, tuple(shape))
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file for reading; errors name it."""
     try:
-        with safe_open(path, "numpy") as file:
+        with open_regular(path) as checked, safe_open(_again(checked, path), "numpy") as file:
             yield file
     except SnapshotFileError as error:
         raise SnapshotFileError(f"{path}: {error}") from error
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise SnapshotFileError(f"cannot read {path}: {why(error)}") from error
+    except SafetensorError as error:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def _again(file: BinaryIO, path: Path) -> Path:
+    """Return a path of an open file, for a library that opens files itself.
+
+    Where the system has such paths, it is that very file, whatever is at its path by now.
+    """
+    link = Path(f"/proc/self/fd/{file.fileno()}")
+    return link if os.access(link, os.R_OK) else path
 
 
 # -- compression
@@ -272,6 +326,15 @@ def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
     except MemoryError as error:
         raise SnapshotFileError("there is no memory for a compressed array") from error
     return array
+
+
+def _unpacked(how: Mapping[str, Any]) -> Declared:
+    """Return what :func:`unpack` would give."""
+    try:
+        dtype, shape = np.dtype(str(how["dtype"])), tuple(int(n) for n in how["shape"])
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
+    return Declared(dtype.str, shape)
 
 
 def _library() -> Any:

@@ -137,6 +137,22 @@ class StoreConformance:
         assert order(store) == []
         store.close()
 
+    def test_touching_several(self) -> None:
+        """In the order in which they are named; those that are not there are left out."""
+        store = self.open()
+        for key in "abcd":
+            store.put(key, [b"1"])
+        assert store.touch_all(["c", "x", "a"]) == {"a", "c"}
+        assert order(store) == ["b", "d", "c", "a"]
+        assert store.touch_all([]) == store.touch_all(["x"]) == set()
+        assert order(store) == ["b", "d", "c", "a"]
+        store.delete("a")
+        assert store.touch_all(["a", "b"]) == {"b"}
+        for key in BAD_KEYS:
+            assert repr(key) in refusal(OptionError, partial(store.touch_all, ["b", key]))
+        store.close()
+        refusal(ClosedError, lambda: store.touch_all(["b"]))
+
     def test_deleting(self) -> None:
         """Once; then the key can be put again, and was never stored as far as anybody knows."""
         store = self.open()
@@ -311,9 +327,17 @@ class BudgetConformance:
         assert order(store) == ["empty"]
         store.close()
 
+    def test_it_tells_its_budget(self) -> None:
+        """So that whoever stores much need not store what would leave at once."""
+        store = self.open(10)
+        assert store.max_bytes == 10
+        store.close()
+
     def test_less_than_nothing_is_refused(self) -> None:
         """By name and value."""
-        assert "max_bytes -1" in refusal(OptionError, lambda: self.open(-1))
+        said = refusal(OptionError, lambda: self.open(-1))
+        assert "max_bytes" in said
+        assert "-1" in said
 
     def test_threads_keep_within_the_budget(self) -> None:
         """Although each of them evicts what others put."""

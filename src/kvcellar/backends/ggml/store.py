@@ -9,26 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.checks import check_types
+from kvcellar.backends.checks import check_rows, check_types, not_finite
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_buffer_types
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.rotation import rotate_rows
+from kvcellar.backends.ggml.rotation import Rotation
 from kvcellar.backends.hadamard import transform
-from kvcellar.errors import ClosedError, NotSupported, OptionError
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
+from kvcellar.errors import ClosedError, NotSupported, OptionError, not_copied
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    KVType,
+    finite_rows,
+    overflowed,
+)
+
+
+class _Held(NamedTuple):
+    """What changes with the size: one value, so that it changes at once or not at all."""
+
+    spec: CacheSpec
+    buffers: KVBuffers | None  # None: closed
+    generation: int = 0
 
 
 class GgmlStore:
     """A :class:`~kvcellar.backends.base.KVStore` in memory that ggml allocates.
-
-    Attributes:
-        spec: the shape of the cache.
-        generation: rises when the tensors move: graphs that point at them are void then.
 
     Args:
         spec: the shape of the cache.
@@ -40,6 +54,10 @@ class GgmlStore:
         AllocationError: a buffer cannot be had; nothing is left behind.
     """
 
+    __reduce_ex__ = not_copied(
+        "a GgmlStore", "make another, and move rows with their read and write methods"
+    )
+
     can_copy = True
 
     def __init__(
@@ -50,21 +68,30 @@ class GgmlStore:
     ) -> None:
         check_types(spec)
         _check_transposed(spec)
-        self.spec = spec
-        self.generation = 0
         self._backend = backend
         n_layers = len(spec.layers)
         types = layer_buffer_types(n_layers) if buffer_types is None else tuple(buffer_types)
         if len(types) != n_layers:
             raise OptionError(f"buffer_types: {len(types)} for {n_layers} layers; give one a layer")
         self._types = types
-        self._open: KVBuffers | None = KVBuffers(spec, types)
+        self._held = _Held(spec, KVBuffers(spec, types))
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The shape of the cache."""
+        return self._held.spec
+
+    @property
+    def generation(self) -> int:
+        """Rises when the tensors move: graphs that point at them are void then."""
+        return self._held.generation
 
     @property
     def _buffers(self) -> KVBuffers:
-        if self._open is None:
+        buffers = self._held.buffers
+        if buffers is None:
             raise ClosedError(f"{BUFFER} is closed with its context")
-        return self._open
+        return buffers
 
     @property
     def k(self) -> list[int]:
@@ -77,11 +104,14 @@ class GgmlStore:
         return self._buffers.v
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
-        """Store f32 rows, converted to the store's types."""
+        """Store f32 rows, converted to the store's types; ComputeError unless all are finite."""
         spec = self.spec
-        k, v = transform(k, spec.hadamard_k(layer)), transform(v, spec.hadamard_v(layer))
-        self._buffers.rows["k"][layer].put(cells, to_rows(k, spec.type_k))
-        self._buffers.rows["v"][layer].put(cells, to_rows(v, spec.type_v))
+        rows_k = to_rows(transform(k, spec.hadamard_k(layer)), spec.type_k)
+        rows_v = to_rows(transform(v, spec.hadamard_v(layer)), spec.type_v)
+        check_rows(spec, layer, "k", k, rows_k)
+        check_rows(spec, layer, "v", v, rows_v)
+        self.write_raw(layer, "k", cells, rows_k)
+        self.write_raw(layer, "v", cells, rows_v)
 
     def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
         """The rows of cells as f32."""
@@ -99,6 +129,25 @@ class GgmlStore:
         """Store rows that :meth:`read_raw` returned, bit for bit."""
         self._buffers.rows[part][layer].put(cells, rows)
 
+    def all_finite(self, cells: Int64Array) -> bool:
+        """Whether K and V of cells, at least one, are finite in every layer."""
+        return self._buffers.all_finite(cells)
+
+    def check_layer(self, layer: int, cells: Int64Array) -> None:
+        """Check what a graph wrote into cells in one layer.
+
+        Raises:
+            ComputeError: a row is not finite; says which.
+        """
+        spec = self.spec
+        parts: tuple[tuple[Part, KVType], ...] = (("k", spec.type_k), ("v", spec.type_v))
+        for part, kind in parts:
+            rows = self.read_raw(layer, part, cells)
+            is_finite = finite_rows(rows, kind)
+            if not is_finite.all():
+                row = int(np.argmin(is_finite))
+                raise not_finite(spec, layer, part, row, overflows=overflowed(rows[row], kind))
+
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy K and V rows in every layer, bit for bit."""
         for rows in (*self._buffers.rows["k"], *self._buffers.rows["v"]):
@@ -110,11 +159,34 @@ class GgmlStore:
         return self._backend is not None
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate each K row of cells by its shift, in every layer with RoPE."""
+        """Rotate each K row of cells by its shift, in every layer with RoPE.
+
+        Raises:
+            AllocationError: the work buffer cannot be had; nothing was rotated.
+        """
+        moved = shifts != 0  # a row that stays keeps its bytes: quantising it again might not
+        cells, shifts = cells[moved], shifts[moved]
+        layers = [i for i, layer in enumerate(self.spec.layers) if layer.rope is not None]
+        for piece, layer, rows in self._rotation(layers, len(cells)).run(cells, shifts):
+            self.write_raw(layer, "k", cells[piece], rows)
+
+    def rotated(self, layer: int, part: Part, cells: Int64Array, shifts: Int32Array) -> ByteArray:
+        """What :meth:`read_raw` would return after :meth:`rotate`; nothing changes.
+
+        Raises:
+            AllocationError: the work buffer cannot be had.
+        """
+        rows, moved = self.read_raw(layer, part, cells), np.flatnonzero(shifts)
+        if part == "k" and self.spec.layers[layer].rope is not None:
+            rotation = self._rotation([layer], len(moved))
+            for piece, _, found in rotation.run(cells[moved], shifts[moved]):
+                rows[moved[piece]] = found
+        return rows
+
+    def _rotation(self, layers: Sequence[int], n: int) -> Rotation:
         if self._backend is None:
             raise NotSupported("this store was made without a backend to rotate K rows with")
-        moved = shifts != 0  # a row that stays keeps its bytes: quantising it again might not
-        rotate_rows(self._backend, self.spec, self.k, cells[moved], shifts[moved])
+        return Rotation(self._backend, self.spec, self.k, layers, n)
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero the K and V rows of cells in every layer."""
@@ -131,7 +203,8 @@ class GgmlStore:
         Raises:
             AllocationError: they cannot be had beside the old ones; the store is as it was.
         """
-        old, spec = self._buffers, replace(self.spec, size=size)
+        held, old = self._held, self._buffers
+        spec = replace(held.spec, size=size)
         new = KVBuffers(spec, self._types)
         try:
             for part in ("k", "v"):
@@ -141,15 +214,15 @@ class GgmlStore:
         except BaseException:
             new.close()
             raise
-        self._open, self.spec = new, spec
-        self.generation += 1
+        self._held = _Held(spec, new, held.generation + 1)
         old.close()
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        held = self._held
+        self._held = held._replace(buffers=None)
+        if held.buffers is not None:
+            held.buffers.close()
 
 
 def _check_transposed(spec: CacheSpec) -> None:
