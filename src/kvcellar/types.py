@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from kvcellar.errors import (
     OptionError,
@@ -71,6 +72,29 @@ class KVType(Enum):
         """Bytes of a row of n values; n must be a multiple of ``block_size``."""
         return check_range("n", n, 0, 2**62) // self.block_size * self.block_bytes
 
+    @property
+    def limit(self) -> int:
+        """The bits of the smallest magnitude that no value, or scale of a block, may have."""
+        return _LIMITS.get(self, _LIMITS[KVType.F16])
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that rows of this type always hold."""
+        return _LARGEST.get(self, _LARGEST[KVType.F16])
+
+    def numbers(self, rows: AnyArray) -> AnyArray:
+        """View the last axis of raw rows as the bits of their values, or of the scales of blocks.
+
+        Integers without a sign, ``[..., row_bytes / 4]`` or ``[..., row_bytes / 2]``; of quantised
+        types ``[..., n_blocks, n_scales]``.
+        """
+        if not self.is_quantized:
+            return rows.view(f"<u{self.block_bytes}")
+        n_scales, n_blocks = _SCALES.get(self, 1), rows.shape[-1] // self.block_bytes
+        shape = (*rows.shape[:-1], n_blocks, 2 * n_scales)
+        strides = (*rows.strides[:-1], self.block_bytes, 1)
+        return as_strided(rows, shape, strides, writeable=False).view("<u2")
+
     @classmethod
     def parse(cls, name: str | KVType) -> KVType:
         """The type of that GGUF name (case does not matter).
@@ -85,6 +109,67 @@ class KVType(Enum):
                 return member
         known = ", ".join(member.label for member in cls)
         raise OptionError(f"unknown K/V type {shown(name)}; one of {known}")
+
+
+MAX_VALUE = 2.0**100
+"""K and V stay below it in magnitude, in any type.
+
+A larger key makes scores infinite, and a mask does not hide those: infinity and -inf are NaN.
+"""
+_LIMITS = {
+    KVType.F32: 0x71800000,  # MAX_VALUE
+    KVType.BF16: 0x7180,
+    KVType.F16: 0x7C00,  # infinity
+}
+_LARGEST = {
+    KVType.F32: 2.0**99,
+    KVType.BF16: 2.0**99,
+    KVType.F16: 65504.0,
+    KVType.Q8_0: 127 * 65504.0,
+    KVType.Q5_0: 16 * 65504.0,
+    KVType.Q4_0: 8 * 65504.0,
+    KVType.IQ4_NL: 8 * 65504.0,
+}
+_SCALES = {KVType.Q4_1: 2, KVType.Q5_1: 2}
+"""Where blocks begin with a scale and a minimum, f16 each; the others have a scale alone."""
+
+
+def all_finite(numbers: AnyArray, kind: KVType) -> bool:
+    """Return whether bits that :meth:`KVType.numbers` returned are all of finite values.
+
+    Finite means below :data:`MAX_VALUE` too.
+    """
+    if numbers.size == 0:
+        return True
+    sign = _sign(numbers)
+    # Two passes that copy nothing: what has a sign is negative as an int, and largest without one.
+    positive, negative = numbers.view(f"<i{numbers.itemsize}").max(), numbers.max()
+    return int(positive) < kind.limit and int(negative) < sign | kind.limit
+
+
+def finite_rows(rows: ByteArray, kind: KVType) -> BoolArray:
+    """Return for each of raw rows ``[n, row_bytes]`` whether all its values are finite, ``[n]``."""
+    is_finite = _magnitudes(kind.numbers(np.ascontiguousarray(rows))) < kind.limit
+    finite: BoolArray = np.all(is_finite, axis=tuple(range(1, is_finite.ndim)))
+    return finite
+
+
+def overflowed(row: ByteArray, kind: KVType) -> bool:
+    """Return whether a raw row that is not finite came from values too large for an f16."""
+    return (
+        kind.limit == _LIMITS[KVType.F16]
+        and int(_magnitudes(kind.numbers(row)).max()) == kind.limit
+    )
+
+
+def _magnitudes(numbers: AnyArray) -> AnyArray:
+    """Bits without their signs: in the order of magnitudes, NaN above infinity."""
+    unsigned: AnyArray = numbers & numbers.dtype.type(_sign(numbers) - 1)
+    return unsigned
+
+
+def _sign(numbers: AnyArray) -> int:
+    return 1 << (8 * numbers.itemsize - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +295,11 @@ class CacheSpec:
     def v_trans(self) -> bool:
         """Whether V is stored a row a channel rather than a row a cell."""
         return not self.flash_attn
+
+    def layer_name(self, layer: int) -> str:
+        """What messages call a layer."""
+        among = f" of those with a window of {self.window}" if self.window else ""
+        return f"layer {layer}{among}"
 
     def k_bytes(self, layer: int) -> int:
         """Bytes of a layer's K buffer."""

@@ -179,7 +179,7 @@ def bent(path: Path, change: Callable[[dict[str, Any], Any], None]) -> None:
         (lambda _, d: d["texts"][0].update(grouped_end=-1), "grouped_end of -1"),
         (lambda _, d: d["texts"][0].update(tainted=2**40), "tainted of"),
         (lambda a, _: a.update({"group.0.owners": a["group.0.owners"] + 1}), "owner of cell"),
-        (lambda a, _: a.update({"group.0.positions": a["group.0.positions"][1:]}), "contradicts"),
+        (lambda a, _: a.update({"group.0.positions": a["group.0.positions"][1:]}), "is needed"),
     ],
 )
 def test_what_cannot_be_true_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +130,57 @@ def test_embeddings_of_tokens_equal_the_tokens(context: Context, model: Model) -
     expected = alone(context)
     got = context.decode(Batch.of_embeddings(table[PROMPT], logits="all"))
     assert np.array_equal(got, expected)
+
+
+# -- what docs/format.md says of logits after a load
+
+
+def continued(model: Model, path: Path, others: str, **options: Any) -> Float32Array:
+    """Logits of single tokens after a text was saved and loaded beside others, or was not."""
+    with model.context(n_ctx=512, n_seq_max=4, **options) as context:
+        if others == "never saved":
+            sequence = context.sequence(LONG)
+            sequence.save(path)
+        else:
+            first = context.sequence(LONG[:37]) if others != "alone" else None
+            if others == "scattered" and first is not None:
+                context.sequence(LONG[:5])
+                first.close()
+            sequence = context.load(path)
+        rows = [sequence.append([token]).logits for token in PROMPT]
+        if others != "never saved":
+            batch = Batch().add(9, seq_ids=sequence.seq_id, logits=True)
+            batch.add(3, seq_ids=context.sequence([5] * 20).seq_id, logits=True)
+            return np.stack([*rows, context.decode(batch)[0]])
+        return np.stack([*rows, sequence.append([9]).logits])
+
+
+LONG = np.random.default_rng(1).integers(0, 128, 100).tolist()
+GGML = {"kernel": False}
+WAYS: dict[str, tuple[dict[str, Any], float]] = {
+    "kernel": ({"kernel": True}, 0.0),
+    "kernel, q8_0": ({"kernel": True, "type_k": "q8_0", "type_v": "q8_0"}, 0.0),
+    "flash": (GGML, 5e-6),
+    "flash, f32": ({**GGML, "type_k": "f32", "type_v": "f32"}, 1e-10),
+    "products, f32": ({**GGML, "flash_attn": False, "type_k": "f32", "type_v": "f32"}, 1e-10),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_after_a_load_logits_are_as_documented(
+    shared: Path, tmp_path: Path, way: str, n_threads: int
+) -> None:
+    options, error = WAYS[way]
+    if options["kernel"]:
+        pytest.importorskip("llvmlite")
+    path = tmp_path / "text"
+    with Model.from_gguf(shared / "models" / "llama-dense.gguf", n_threads=n_threads) as model:
+        wanted = continued(model, path, "never saved", **options)
+        for others in ("alone", "beside", "scattered"):
+            got = continued(model, path, others, **options)
+            if error == 0.0:
+                assert np.array_equal(got, wanted)
+            elif others == "alone":
+                assert np.array_equal(got[:-1], wanted[:-1])
+            assert nmse(got, wanted) <= error

@@ -18,6 +18,7 @@ from kvcellar.cache.content import (
 from kvcellar.snapshot.native import to_arrays
 from kvcellar.snapshot.snapshot import SavedText, Snapshot, fingerprint
 from kvcellar.types import (
+    ByteArray,
     CacheSpec,
     Int32Array,
     KVType,
@@ -117,11 +118,18 @@ def _states(rng: np.random.Generator, texts: list[Int32Array]) -> StateData:
 
 
 def _rows(rng: np.random.Generator, spec: CacheSpec, n: int) -> RowBytes:
-    def made(kind: KVType, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        return rng.integers(0, 256, (n, kind.row_bytes(width)), np.uint8)
+    def made(kind: KVType, width: int) -> ByteArray:
+        return finite(kind, rng.integers(0, 256, (n, kind.row_bytes(width)), np.uint8))
 
     k = tuple(made(spec.type_k, layer.n_embd_k) for layer in spec.layers)
     return RowBytes(k, tuple(made(spec.type_v, layer.n_embd_v) for layer in spec.layers))
+
+
+def finite(kind: KVType, rows: ByteArray) -> ByteArray:
+    """Make random rows finite: every value or scale gets a zero into its exponent."""
+    for last in (1, 3) if kind.is_quantized else (kind.block_bytes - 1,):
+        rows[:, last :: kind.block_bytes] &= 0b1011_1111
+    return rows
 
 
 def _text(rng: np.random.Generator, number: int, size: int) -> SavedText:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,15 @@ from hypothesis import strategies as st
 from kvcellar.cache.content import RowBytes, SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import SnapshotFileError
-from kvcellar.snapshot.native import SnapshotArrays, from_arrays, to_arrays
+from kvcellar.snapshot.native import (
+    Declared,
+    SnapshotArrays,
+    from_arrays,
+    outline,
+    to_arrays,
+)
 from kvcellar.snapshot.snapshot import Snapshot
-from kvcellar.types import KVType
+from kvcellar.types import AnyArray, KVType
 from tests.profiles import examples
 from tests.snapshot.samples import assert_same, memory_spec, sample
 
@@ -194,10 +201,9 @@ def test_rows_that_are_no_table_are_refused() -> None:
         from_arrays(SnapshotArrays(flat, about))
 
 
-def test_what_a_later_program_added_is_ignored() -> None:
+def test_fields_that_a_later_program_added_are_ignored() -> None:
     arrays, about = written(sample())
-    more = {**arrays, "more": np.zeros(3, np.int32)}
-    assert_same(from_arrays(SnapshotArrays(more, {**about, "more": 1})), sample())
+    assert_same(from_arrays(SnapshotArrays(arrays, {**about, "more": 1})), sample())
 
 
 def test_a_missing_layer_is_found_by_the_check_of_contents() -> None:
@@ -206,3 +212,85 @@ def test_a_missing_layer_is_found_by_the_check_of_contents() -> None:
     found = from_arrays(SnapshotArrays(arrays, about))
     assert found.content.groups[0].rows.k[0].shape == (8, 0)
     assert isinstance(found.content.groups[0].rows, RowBytes)
+
+
+# -- what is known before arrays are read
+
+
+def declared(arrays: Mapping[str, AnyArray]) -> dict[str, Declared]:
+    return {name: Declared(array.dtype.str, array.shape) for name, array in arrays.items()}
+
+
+@examples(30)
+@given(st.integers(0, 99), st.lists(st.integers(0, 7), min_size=1, max_size=4), KINDS, KINDS)
+def test_the_outline_of_a_snapshot(
+    seed: int, lengths: list[int], kind_k: KVType, kind_v: KVType
+) -> None:
+    snapshot = sample(seed, lengths, kind_k, kind_v)
+    arrays, about = written(snapshot)
+    found, content = outline(about, declared(arrays)), snapshot.content
+    assert found.fingerprint == about["fingerprint"]
+    assert found.n_seqs == content.n_seqs
+    assert found.n_cells == tuple(len(group.positions) for group in content.groups)
+    kept = [[len(one.positions) for one in group.checkpoints] for group in content.groups]
+    assert found.n_kept == tuple(map(sum, kept))
+    assert content.states is not None
+    assert found.n_states == len(content.states.states)
+    assert found.n_logits == tuple(len(t.logits) for t in snapshot.texts if t.logits is not None)
+
+
+@pytest.mark.parametrize("name", list(to_arrays(sample()).arrays))
+def test_an_array_of_another_type_or_size_is_refused(name: str) -> None:
+    arrays, about = written(sample())
+    sound = declared(arrays)
+    dtype, shape = sound[name]
+    wrong = [Declared("<f8", shape), Declared(dtype, (*shape, 1)), Declared(dtype, shape[:-1])]
+    # The number of cells, tokens and states is what arrays say; so each alone must not say more.
+    counted = ("owners", "slid.0", "slid.1", ".slid", "logits")
+    if name != "states" and not name.endswith(counted):
+        wrong.append(Declared(dtype, (shape[0] + 1, *shape[1:])))
+    if not name.endswith(("positions", "tokens", "owners", "slid.0", "slid.1", ".slid", "logits")):
+        wrong.append(Declared(dtype, (*shape[:-1], shape[-1] + 1)))
+    for one in wrong:
+        with pytest.raises(SnapshotFileError, match=r"is needed$|is damaged"):
+            outline(about, {**sound, name: one})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("states", (9, 9)), ("group.0.owners", (2, 25)), ("group.1.owners", (2, 19))],
+)
+def test_more_than_the_rest_can_need_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    arrays, about = written(sample())
+    sound = declared(arrays)
+    with pytest.raises(SnapshotFileError, match="damaged"):
+        outline(about, {**sound, name: Declared(sound[name].dtype, shape)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "more",
+        "group.0.layer.1.v",  # V of that layer is in its K
+        "group.0.layer.2.k",
+        "group.2.positions",
+        "group.1.checkpoint.1.slid",
+        "group.0.slid.3",
+        "state.2.tokens",
+        "sequence.3.logits",
+    ],
+)
+def test_an_array_that_nothing_needs_is_refused(name: str) -> None:
+    arrays, about = written(sample())
+    more = {**declared(arrays), name: Declared("<f4", (10**9,))}
+    with pytest.raises(SnapshotFileError, match=f"no snapshot has: {name}"):
+        outline(about, more)
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDED if "logits" not in name])
+def test_an_array_that_is_needed_is_missed(name: str) -> None:
+    arrays, about = written(sample())
+    sound = declared(arrays)
+    del sound[name]
+    with pytest.raises(SnapshotFileError, match=f"the array {name} is missing"):
+        outline(about, sound)

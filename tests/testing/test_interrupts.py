@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,7 +25,7 @@ POINTS_ONLY = Plan(points=50, new=0, twice=0, moments=0)
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import these toys."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
 
 
 def toy(way: str) -> str:
@@ -174,6 +176,19 @@ class TestWorkers:
         assert kinds(result) == {"hang"}
         assert "toy_stages.py" in result.faults[0].detail
 
+    def test_where_nothing_works_any_more_another_process_goes_on(self) -> None:
+        result = run("spoil", Plan(only=("4", "5", "6")))
+        told = [(trial.name, trial.outcome) for trial in result.trials]
+        assert told == [("4", "before"), ("5", "fault"), ("6", "before")]
+
+    def test_ctrl_c_comes_though_jobs_in_the_background_ignore_it(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            result = run("sound", POINTS_ONLY)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert not result.faults
+
     def test_several_stages_in_turn(self) -> None:
         sound, refused, half = run_stages([toy("sound"), toy("refuse"), toy("half")], POINTS_ONLY)
         assert not sound.faults
@@ -203,6 +218,15 @@ class TestCommand:
         assert "half done" in printed
         assert "--only ggml/tiny/append --at " in printed
         monkeypatch.setattr(command, "run_stages", lambda *_: [in_process("sound")])
-        assert command.main(["--only", "ggml/tiny/append_pending", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told[0]["stage"] == "ggml/tiny/append_pending"
+        assert command.main(["--only", "ggml/tiny/append"]) == 0
+
+    def test_json_has_a_line_for_each_stage(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        args = ["--models", str(tmp_path), "--only", "ggml/tiny/trim", "--at", "0", "--json"]
+        status = command.main([*args, "--at", "1", "--jobs", "1"])
+        (line,) = capsys.readouterr().out.splitlines()
+        told = json.loads(line)
+        assert told["stage"] == "ggml/tiny/trim"
+        assert [trial["name"] for trial in told["trials"]] == ["0", "1"]
+        assert status == any(trial["outcome"] == "fault" for trial in told["trials"])

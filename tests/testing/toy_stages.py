@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
 
 from kvcellar.testing.interrupts.trials import Fault, Happened, NotApplicable, Stage
+
+SPOILT: list[bool] = []
 
 
 class Pair:
@@ -42,7 +43,7 @@ class Pair:
         try:
             self.sound()
         except BaseException:
-            ctypes.string_at(0)
+            os.abort()
 
     def hang(self) -> None:
         try:
@@ -73,6 +74,16 @@ class Pair:
         self.n_begun += 1
         self.sound()
         self.n_begun -= 1
+
+    def spoil(self) -> None:
+        """Nothing in this process works any more once it was interrupted."""
+        if SPOILT:
+            raise ValueError("spoilt")
+        try:
+            self.sound()
+        except BaseException:
+            SPOILT.append(True)
+            raise
 
     def refuse(self) -> None:
         raise NotApplicable("a toy that cannot")

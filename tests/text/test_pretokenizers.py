@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations, permutations
-from time import perf_counter
-from typing import TYPE_CHECKING
+import time
 
-import numpy as np
 import pytest
-from tokenizers import PreTokenizedString
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Sequence, Split
 
 from kvcellar.errors import UnsupportedModel
-from kvcellar.text.bpe import Recipe, build_pre_tokenizer, find_recipe, known_names
-
-if TYPE_CHECKING:
-    from tokenizers.pre_tokenizers import PreTokenizer
+from kvcellar.text.pre_tokenizers import (
+    Form,
+    build_pre_tokenizer,
+    cut_every_third_digit,
+    find_recipe,
+    group_digits_of_words,
+    group_numbers,
+    known_names,
+)
+from tests.profiles import examples
 
 TEXT = "Hi 12345678's WE'RE\n\n  x  3.14\t日本語!?"
+IN_BYTES = [name for name in known_names() if find_recipe(name).form is Form.BYTES]
+DISTINCT = {find_recipe(name): name for name in IN_BYTES}.values()
+N_LONG = 30_000
+LONG_TEXTS = (
+    *("a", "A", "1", "½", "!", "'", "日", "\u0301", "_"),
+    *(" ", "\n", "\t ", "\r\n", "!\n ", " a", "a ", "Aa", "a\u0301 ", "'s", "1a", "IMG"),
+)
+"""What long texts are made of."""
 
 
 def _words(name: str, text: str) -> list[str]:
-    pieces = build_pre_tokenizer(find_recipe(name)).pre_tokenize_str(text)
-    return [text[begin:end] for _, (begin, end) in pieces]
+    recipe = find_recipe(name)
+    cutter = build_pre_tokenizer(recipe)
+    words: list[str] = []
+    for part in [text] if recipe.digits is None else recipe.digits(text):
+        pieces = cutter.pre_tokenize_str(part)
+        words += [part[begin:end] for _, (begin, end) in pieces]
+    return words
 
 
-@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize("name", IN_BYTES)
 def test_recipes_lose_nothing(name: str) -> None:
     assert "".join(_words(name, TEXT)) == TEXT
 
@@ -47,10 +65,56 @@ def test_recipes_lose_nothing(name: str) -> None:
         ("falcon", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
         ("default", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
         ("bloom", "one two, 3", ["one", " two", ",", " 3"]),
+        ("kimi-k2", "HelloWorld's日本ab 1234", ["Hello", "World's", "日本", "ab", " ", "123", "4"]),
+        (
+            "youtu",
+            "HelloWorld 한국어…日本 12",
+            ["Hello", "World", " ", "한국어", "…", "日本", " ", "1", "2"],
+        ),
+        ("superbpe", "12345 6789x123", ["12", "345", " ", "6", "789", "x", "123"]),
+        ("afmoe", "x 1234567 เ日b!c\n", ["x", " ", "1", "234", "567", " ", "เ日", "b", "!c", "\n"]),
+        ("tiny_aya", "1234567 1234x", ["1", "234", "567", " ", "123", "4", "x"]),
+        ("exaone-moe", "one two 12\n\n", ["one two", " ", "1", "2", "\n\n"]),
+        ("chameleon", "a-1\tIMGIMGABZ", ["a", "-", "1", "\t", "IMGIMGABZ"]),
+        ("jais-2", "a" + 7 * " " + "b  \n c", ["a", 4 * " ", 2 * " ", " b", "  \n", " c"]),
+        ("laguna", "one!\n two", ["one", "!", "\n", " two"]),
+        ("spark2_5", "a!\n\n 1234", ["a", "!", "\n", "\n", " ", "1", "2", "3", "4"]),
+        ("talkie", "HelloWorld's", ["Hello", "World's"]),
+        ("granite-embed-multi-97m", "e\u0301tE\u0301", ["e\u0301t", "E\u0301"]),
+        ("glm5", "don't 1234", ["don", "'t", " ", "123", "4"]),
     ],
 )
 def test_recipes_cut(name: str, text: str, words: list[str]) -> None:
     assert _words(name, text) == words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTINCT)
+def test_long_texts_take_no_quadratic_time(name: str) -> None:
+    for unit in LONG_TEXTS:
+        text = " " + unit * (N_LONG // len(unit)) + "1x"
+        begin = time.process_time()
+        assert "".join(_words(name, text)) == text
+        assert time.process_time() - begin < 1.5, unit
+
+
+DIGITS = st.text("0123 ½²a_é\u0301-٣", max_size=25)
+
+
+def _by_pattern(text: str, *patterns: str) -> list[str]:
+    cutter = Sequence([Split(Regex(pattern), "isolated") for pattern in patterns])
+    return [text[begin:end] for _, (begin, end) in cutter.pre_tokenize_str(text)]
+
+
+@examples(300)
+@given(DIGITS)
+def test_digits_are_grouped_as_the_models_patterns_say(text: str) -> None:
+    numbers = r"\p{N}+"
+    assert group_digits_of_words(text) == _by_pattern(text, r"\d{1,3}(?=(?:\d{3})*\b)") or [""]
+    grouped = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+    assert group_numbers(text) == _by_pattern(text, numbers, grouped)
+    cut = [part for piece in cut_every_third_digit(text) for part in _by_pattern(piece, numbers)]
+    assert cut == _by_pattern(text, numbers, r"(?=(\d{3})+(?!\d))")
 
 
 def test_unknown_names_are_told_with_those_there_are() -> None:
@@ -64,79 +128,7 @@ def test_llama3_takes_whole_words_without_merging() -> None:
     assert not find_recipe("qwen2").ignore_merges
 
 
-KINDS = (" ", "\n", "\t", "\u2028", "1", "a", "A", ".", "+", "\u0301", "日", "ʰ")
-"""A character of each kind that patterns tell apart."""
-
-RECIPES = {find_recipe(name): name for name in reversed(known_names())}
-"""A name of each recipe."""
-
-
-def shapes(n: int) -> dict[str, str]:
-    """Texts of about n characters: a run of a kind, what may follow it, and two by turns."""
-    texts = {f"{one!r} * n": one * n for one in KINDS}
-    texts |= {f"{one!r} * n + {end!r}": one * n + end for one, end in permutations(KINDS, 2)}
-    texts |= {f"({a!r} + {b!r}) * n": (a + b) * (n // 2) for a, b in combinations(KINDS, 2)}
-    return texts
-
-
-def seconds(pre_tokenizer: PreTokenizer, text: str) -> float:
-    cut, start = PreTokenizedString(text), perf_counter()
-    pre_tokenizer.pre_tokenize(cut)
-    return perf_counter() - start
-
-
-N = 2000
-PLENTY = 0.15
-"""Seconds that tell nothing: what grows with the square takes several times as long for 4 N."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPES.values())
-def test_the_time_grows_with_the_text_not_with_its_square(recipe: Recipe) -> None:
-    pre_tokenizer = build_pre_tokenizer(recipe)
-    short, long = shapes(N), shapes(4 * N)
-    slow = [name for name, text in long.items() if seconds(pre_tokenizer, text) > PLENTY]
-    for _ in range(5):  # something else may have run meanwhile
-        slow = [
-            name
-            for name in slow
-            if (took := seconds(pre_tokenizer, long[name])) > PLENTY
-            and took > 8 * seconds(pre_tokenizer, short[name])
-        ]
-    assert not slow
-
-
-def test_the_clock_would_find_a_square() -> None:
-    """With the pattern for white space as DeepSeek's own tokenizer writes it."""
-    square = build_pre_tokenizer(replace(find_recipe("deepseek-llm"), patterns=(r"\s+$",)))
-    short, long = (seconds(square, "\u2028" * n + "1") for n in (N, 4 * N))
-    assert long > PLENTY
-    assert long > 8 * short
-
-
-def test_white_space_of_deepseek_llm_is_cut_as_its_own_pattern_does() -> None:
-    ours = find_recipe("deepseek-llm")
-    own = replace(ours, patterns=(*ours.patterns[:3], r"\s+$", *ours.patterns[4:]))
-    assert ours.patterns[3] == r"(?<!\s)\s+$"
-    cutters = [build_pre_tokenizer(recipe) for recipe in (ours, own)]
-    random = np.random.default_rng(0)
-    letters = [
-        " ",
-        "  ",
-        "\n",
-        "\r",
-        "\t",
-        "\u2028",
-        "\u3000",
-        "\x0b",
-        "1",
-        "a",
-        "日",
-        ".",
-        "+",
-        "ʰ",
-    ]
-    for _ in range(2000):
-        text = "".join(random.choice(letters, random.integers(1, 12)))
-        first, second = (cutter.pre_tokenize_str(text) for cutter in cutters)
-        assert first == second, repr(text)
+def test_glm_takes_whole_words_without_merging() -> None:
+    assert find_recipe("glm4").ignore_merges
+    assert find_recipe("glm5").ignore_merges
+    assert not find_recipe("glm4").add_bos

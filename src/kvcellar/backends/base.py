@@ -47,7 +47,11 @@ class KVStore(Protocol):
         """Whether :meth:`copy` works on this store."""
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
-        """Store rows, converted to the store's types: k ``[n, n_embd_k]``, v ``[n, n_embd_v]``."""
+        """Store rows, converted to the store's types: k ``[n, n_embd_k]``, v ``[n, n_embd_v]``.
+
+        Raises:
+            ComputeError: a row is not finite in its type; nothing was written.
+        """
 
     def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
         """The rows of cells as f32, ``[n, n_embd_k]`` or ``[n, n_embd_v]``."""
@@ -56,7 +60,7 @@ class KVStore(Protocol):
         """The rows of cells as they are stored, ``[n, row_bytes]``."""
 
     def write_raw(self, layer: int, part: Part, cells: Int64Array, rows: ByteArray) -> None:
-        """Store rows that :meth:`read_raw` returned, bit for bit."""
+        """Store rows that :meth:`read_raw` returned, bit for bit; the caller has checked them."""
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy K and V of cells ``src`` to cells ``dst`` in every layer, bit for bit."""
@@ -137,7 +141,8 @@ class Executor(Protocol):
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
 
         Raises:
-            ComputeError: the graph failed or was aborted; K/V rows of the plan are undefined.
+            ComputeError: the graph failed or was aborted, or a K/V row or a state that it wrote is
+                not finite; those of the plan are undefined.
         """
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:

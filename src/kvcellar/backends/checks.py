@@ -1,9 +1,24 @@
-"""What every backend refuses: types that do not fit, unlearned positions, too many threads."""
+"""What every backend refuses.
+
+Types that do not fit, unlearned positions, too many threads, and rows that are not finite: others
+than their owners look at them too, and a mask hides no NaN (invariants 8 and 9).
+"""
 
 from __future__ import annotations
 
-from kvcellar.errors import OptionError, PositionError, check_range
-from kvcellar.types import CacheSpec, Int32Array, KVType
+import numpy as np
+
+from kvcellar.backends.base import Part
+from kvcellar.errors import ComputeError, OptionError, PositionError, check_range
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Float32Array,
+    Int32Array,
+    KVType,
+    all_finite,
+    finite_rows,
+)
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
@@ -73,3 +88,52 @@ def _check_v_in_k(spec: CacheSpec, i: int, offset: int) -> None:
             f"type_k={spec.type_k.label}: V of layer {i} is {layer.head_dim_v} values of K from "
             f"{offset} on, which are no whole runs of {run}; use f16"
         )
+
+
+def check_rows(
+    spec: CacheSpec, layer: int, part: Part, values: Float32Array, rows: ByteArray
+) -> None:
+    """Check rows of K or V before they are stored.
+
+    Args:
+        spec: the shape of the store.
+        layer: which of its layers.
+        part: K or V.
+        values: ``[n, width]``; blocks may hide a NaN.
+        rows: the same as they are stored, ``[n, row_bytes]``.
+
+    Raises:
+        ComputeError: one is not finite; says which, why, and which types would hold it.
+    """
+    kind = spec.type_k if part == "k" else spec.type_v
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    if all_finite(kind.numbers(rows), kind) and all_finite(bits, KVType.F32):
+        return
+    is_sound = finite_rows(bits.view(np.uint8), KVType.F32)
+    row = int(np.argmin(is_sound & finite_rows(rows, kind)))
+    raise not_finite(spec, layer, part, row, overflows=bool(is_sound[row]))
+
+
+def not_finite(
+    spec: CacheSpec, layer: int, part: Part, row: int, *, overflows: bool
+) -> ComputeError:
+    """Return the error of a row that is not finite: its type is too small for it, or it never was.
+
+    ``row`` counts the tokens of the microbatch.
+    """
+    kind = spec.type_k if part == "k" else spec.type_v
+    what = f"{part.upper()} of {spec.layer_name(layer)} for token {row} of the microbatch"
+    if not overflows:
+        return ComputeError(f"{what} is not finite: the weights or the embeddings are damaged")
+    hint = f"use type_{part}='bf16' or 'f32', which hold larger values"
+    return ComputeError(f"{what} overflows {kind.label}: {hint}")
+
+
+def check_states(states: Float32Array, layer: int) -> None:
+    """Check what a recurrent layer leaves.
+
+    Raises:
+        ComputeError: it is not finite.
+    """
+    if not np.isfinite(states).all():
+        raise ComputeError(f"a state of layer {layer} is not finite: the weights are damaged")

@@ -1,7 +1,8 @@
 """Whether a content is sound and fits a cache; it may come from any file.
 
 Nothing in a content is trusted: every index and size is checked here, so that an import can neither
-fail half way nor read what is not there.
+fail half way nor read what is not there. K and V that are not finite would reach other sequences
+(invariant 8), and states their own text, so these are refused wherever they come from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from kvcellar.cache.content import (
     WindowData,
 )
 from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.types import MAX_POSITION, AnyArray, CacheSpec, Int32Array, StateSpec
+from kvcellar.types import (
+    MAX_POSITION,
+    AnyArray,
+    CacheSpec,
+    Int32Array,
+    KVType,
+    StateSpec,
+    all_finite,
+    finite_rows,
+)
 
 
 def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec]) -> None:
@@ -41,7 +51,39 @@ def check_content(content: SequenceData, specs: Sequence[CacheSpec | StateSpec])
         _check_group(group, spec, content.n_seqs)
     if content.states is not None:
         _check_states(content.states, states[0], content.n_seqs)
+    check_finite(content, [(spec.type_k, spec.type_v) for spec in groups])
     _check_agreement(content)
+
+
+def check_finite(content: SequenceData, kinds: Sequence[tuple[KVType, KVType]]) -> None:
+    """Check that K, V and states are finite.
+
+    Args:
+        content: of rows that are as wide as whole blocks.
+        kinds: how K and V of each group are stored.
+
+    Raises:
+        SnapshotFileError: one is not; says where.
+    """
+    for g, (group, (kind_k, kind_v)) in enumerate(zip(content.groups, kinds, strict=True)):
+        among = f" of group {g}" if len(content.groups) > 1 else ""
+        held = [("cell", group.rows)]
+        held += [(f"checkpoint {i}, cell", one.rows) for i, one in enumerate(group.checkpoints)]
+        for where, rows in held:
+            for name, layers, kind in (("K", rows.k, kind_k), ("V", rows.v, kind_v)):
+                for layer, part in enumerate(layers):
+                    if not all_finite(kind.numbers(np.ascontiguousarray(part)), kind):
+                        cell = int(np.argmin(finite_rows(part, kind)))
+                        raise _not_finite(f"{name} of layer {layer}{among} in {where} {cell}")
+    if content.states is not None and not np.isfinite(content.states.states).all():
+        state = int(np.argmin(np.isfinite(content.states.states).all(axis=1)))
+        raise _not_finite(f"state {state}")
+
+
+def _not_finite(what: str) -> SnapshotFileError:
+    return SnapshotFileError(
+        f"{what} is not finite: the file is damaged or forged; compute the text again"
+    )
 
 
 def _check_group(group: CellData, spec: CacheSpec, n_seqs: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvcellar.cache.content import CellData, SequenceData
 from kvcellar.cli.blocks import Block
 from kvcellar.cli.cache_list import SHORT, entry_data
-from kvcellar.cli.console import console_for, facts_table, print_json, show
+from kvcellar.cli.console import console_for, facts_table, print_json, say, show
 from kvcellar.cli.store_tools import existing, find, value_of
 from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.errors import SnapshotFileError
@@ -61,7 +61,7 @@ def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
     show(console_for(sys.stdout), *parts)
     if cause is not None:
         start = block.entry.note.get("start")
-        print(f"no block: {Miss(cause, start if isinstance(start, int) else 0)}")
+        say(f"no block: {Miss(cause, start if isinstance(start, int) else 0)}")
 
 
 def inspect_file(path: Path, model: str | None, *, as_json: bool) -> None:

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcellar.cache.content import SequenceData, join, n_kept
-from kvcellar.cache.content_checks import check_content
+from kvcellar.cache.content_checks import check_content, check_finite
 from kvcellar.cache.transfer import state_get
-from kvcellar.errors import SnapshotFileError
+from kvcellar.errors import SnapshotError, SnapshotFileError
 from kvcellar.prompts.misses import BlockRef
 from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
 from kvcellar.snapshot.container import snapshot_from, to_bytes
-from kvcellar.snapshot.native import to_arrays
-from kvcellar.snapshot.snapshot import Json, SavedText, Snapshot, converted, digest
+from kvcellar.snapshot.native import Outline, to_arrays
+from kvcellar.snapshot.snapshot import Json, SavedText, Snapshot, converted, digest, row_types
 from kvcellar.stores.base import BytesLike, Note
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
@@ -65,8 +65,10 @@ class Blocks:
             model=str(form.fingerprint["weights"])[:16],
         )
 
-    def export(self, sequence: Text, i: int) -> bytes:
+    def export(self, sequence: Text, i: int) -> bytes | None:
         """Return a block of a sequence that holds the text, as a value to be stored.
+
+        None if a value is too large for the type in which K and V are stored.
 
         Raises:
             NotSupported: the cache has states or windows, and none where the block ends.
@@ -75,7 +77,11 @@ class Blocks:
         ids, stop = [sequence.seq_id], start + self._form.size
         content = state_get(context.cache, ids, start, stop, checkpoints=False)
         snapshot = Snapshot(context.fingerprint, content, (SavedText(),))
-        return to_bytes(to_arrays(stored(context.facts, snapshot, how)), compress=how.compress)
+        try:
+            snapshot = stored(context.facts, snapshot, how)
+        except SnapshotError:
+            return None
+        return to_bytes(to_arrays(snapshot), compress=how.compress)
 
     def read(self, i: int, value: BytesLike) -> SequenceData:
         """Read what :meth:`export` returned; K and V stay in the types they were stored in.
@@ -83,7 +89,8 @@ class Blocks:
         Raises:
             SnapshotError: the value is damaged, or another block.
         """
-        content, expected = snapshot_from(value).content, self._tokens_of(i)
+        content = snapshot_from(value, partial(_admit, self._form.size)).content
+        expected = self._tokens_of(i)
         check_content(content, self._form.specs)
         is_same = tokens_of(content) in (None, expected) and np.isin(_tokens(content), expected)
         if content.n_seqs != 1 or content.start != i * self._form.size or not np.all(is_same):
@@ -180,16 +187,25 @@ def block_keys(root: str, tokens: Sequence[int], block_size: int) -> list[str]:
 def check_block(key: str, note: Note, value: BytesLike) -> None:
     """Check that a value is the block of that key: its tokens, in the text that the key stands for.
 
-    Whether K and V are those of the tokens cannot be checked.
+    K, V and states have to be finite; whether they are those of the tokens cannot be checked.
 
     Raises:
         SnapshotFileError: the value is another block, or damaged.
         LibraryError: the value is compressed by a library that is not installed.
     """
     tokens = _tokens_of(key, note)
-    content = snapshot_from(value).content
+    snapshot = snapshot_from(value, partial(_admit, len(tokens)))
+    content = snapshot.content
+    check_finite(content, row_types(snapshot.fingerprint))
     if content.start != note.get("start") or tokens_of(content) != tokens:
         raise SnapshotFileError("the value holds another text than its key says")
+
+
+def _admit(n_tokens: int, found: Outline) -> None:
+    """Refuse what holds more than a block of so many tokens, before it is read."""
+    n_cells = max(found.n_cells, default=0)
+    if n_cells > n_tokens or found.n_states > 1 or any(found.n_kept) or any(found.n_logits):
+        raise SnapshotFileError(f"the value holds more than a block of {n_tokens} tokens")
 
 
 def tokens_of(content: SequenceData) -> list[int] | None:

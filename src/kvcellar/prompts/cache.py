@@ -160,11 +160,13 @@ class PromptCache:
                 if hit.n_reused < n_held and not hit.has_failed:  # reading counted as a use
                     self._store_if_possible(sequence, text, len(text.keys), exported)
             except BaseException:
-                if not is_computed and not hit.has_failed:
-                    n_held = context.cache.seq_count(sequence.seq_id)
-                    n = min(n_held // self.block_size, len(text.keys))
-                    self._store_if_possible(sequence, text, n, exported)
-                sequence.trim(len(sequence) - n_before)
+                try:
+                    if not is_computed and not hit.has_failed:
+                        n_held = context.cache.seq_count(sequence.seq_id)
+                        n = min(n_held // self.block_size, len(text.keys))
+                        self._store_if_possible(sequence, text, n, exported)
+                finally:
+                    _trim_to(sequence, n_before)
                 raise
             return hit
 
@@ -186,7 +188,7 @@ class PromptCache:
             try:
                 return self._restore_if_possible(sequence, text)
             except BaseException:
-                sequence.trim(len(sequence))
+                _trim_to(sequence, 0)
                 raise
 
     def store(self, sequence: Sequence) -> int:
@@ -251,7 +253,11 @@ class PromptCache:
         pieces, why = self._find(text)
         if pieces:
             content, saved = text.joined(pieces), SavedText(stored_as=text.stored_as)
-            check_content(content, sequence.context.cache.store_specs)
+            try:
+                check_content(content, sequence.context.cache.store_specs)
+            except SnapshotError:  # each is sound by itself, but not all together
+                self._drop(text.keys[: len(pieces)])
+                return CacheHit(len(text.tokens), 0, Miss("damaged", 0))
             sequence.context.put(Ready(content, (saved,)), [sequence])
         return CacheHit(len(text.tokens), len(sequence), why)
 
@@ -290,9 +296,14 @@ class PromptCache:
         except LibraryError:
             return Miss("compressed", i * self.block_size)
         except SnapshotError:
-            with suppress(StoreError):  # it may be read-only
-                self._store.delete(key)
+            self._drop([key])
             return damaged
+
+    def _drop(self, keys: list[str]) -> None:
+        """Delete blocks that cannot be used, so that they are stored again."""
+        with suppress(StoreError):  # it may be read-only
+            for key in keys:
+                self._store.delete(key)
 
     def _n_stored(self, keys: list[str]) -> int:
         """Count the blocks before the first that is not stored."""
@@ -407,8 +418,13 @@ class Spool:
         self._end = 0
         self._failed: OSError | None = None
 
-    def add(self, i: int, data: bytes) -> None:
-        """Add a block. One that does not fit on the disk is dropped; :meth:`check` tells."""
+    def add(self, i: int, data: bytes | None) -> None:
+        """Add a block, if there is one.
+
+        One that does not fit on the disk is dropped; :meth:`check` tells.
+        """
+        if data is None:
+            return
         try:
             self._file.seek(self._end)
             self._file.write(data)
@@ -440,6 +456,15 @@ class Spool:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _trim_to(sequence: Sequence, n_tokens: int) -> None:
+    """Trim a sequence, also if an exception from outside comes meanwhile."""
+    try:
+        sequence.trim(len(sequence) - n_tokens)
+    except BaseException:
+        sequence.trim(len(sequence) - n_tokens)
+        raise
 
 
 def _ids(sequence: Sequence, prompt: str | Iterable[int]) -> list[int]:

@@ -56,12 +56,12 @@ from kvcellar.runtime.saving import (
     ContextFacts,
     Ready,
     prepare,
-    read_single,
+    read_wanted,
     require_single,
     take_snapshot,
 )
 from kvcellar.runtime.sequence import HeldSequence, Sequence, prompt_ids
-from kvcellar.snapshot.container import read_snapshot, write_snapshot
+from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import VERSION, FileGeneration, Kind
 from kvcellar.snapshot.snapshot import Json, fingerprint
@@ -142,7 +142,7 @@ class Context:
             self.check_open()
             if prompt is None:
                 return self.change(self._new_sequence)
-            ids = prompt_ids(self.model, prompt, is_first=True)
+            ids = prompt_ids(self.model, prompt)
             return self.change(lambda: self._new_sequence().append(ids))
 
     def decode(self, batch: Batch) -> Float32Array:
@@ -247,10 +247,12 @@ class Context:
         positions: int | None = None,
         convert: bool = False,
     ) -> Sequence:
-        """Load a file of one sequence into a new one; it goes on with exactly the same logits.
+        """Load a file of one sequence into a new one; it goes on where it was saved.
 
-        The file may come from a context of another size, with other sequences, in other cells, with
-        V transposed or not. If anything fails, this context is unchanged.
+        K, V, states and the next logits are the same bit for bit; later logits are with our
+        attention kernel, and within rounding without (``docs/format.md``). The file may come from a
+        context of another size, with other sequences, in other cells, with V transposed or not. If
+        anything fails, this context is unchanged.
 
         Args:
             path: a file that :meth:`Sequence.save` wrote, or one of llama.cpp (all of it).
@@ -346,6 +348,7 @@ class Context:
             self._closed = True
             for held in self._sequences.values():
                 held.is_closed = True
+            self._sequences.clear()
             self._memory.close()
 
     def __enter__(self) -> Context:
@@ -374,7 +377,7 @@ class Context:
             if single:
                 require_single(ready.content.n_seqs)
         else:
-            snapshot = read_single(path) if single else read_snapshot(path)
+            snapshot = read_wanted(lambda: self.facts, path, options, single=single)
             ready = prepare(self.facts, snapshot, options)
         return self.change(partial(self._put_into_new, ready))
 

@@ -29,7 +29,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.weights_hash import weights_hash
 from kvcellar.text.chat_template import ChatTemplate
-from kvcellar.text.tokenizer import Tokenizer
+from kvcellar.text.tokenizer import Tokenizer, check_pre
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
@@ -54,6 +54,8 @@ class Model:
         path: a GGUF file.
         n_threads: how many threads compute; all available processors when None.
         backend: "ggml", or "numpy", which is slow and obvious and needs ``kvcellar[numpy]``.
+        pre: the pre-tokenizer, in place of the one that the file names; for files that name one
+            which is not known, or none, or a wrong one.
 
     Attributes:
         backend: the backend's name.
@@ -62,7 +64,7 @@ class Model:
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
         UnsupportedModel: it needs an architecture, tensor type or setting that is not supported.
         LibraryError: the backend's library cannot be used.
-        OptionError: ``n_threads`` is outside its range, or no such backend.
+        OptionError: ``n_threads`` is outside its range, or no such backend or pre-tokenizer.
     """
 
     __reduce_ex__ = not_copied(
@@ -70,8 +72,16 @@ class Model:
     )
 
     def __init__(
-        self, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+        self,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        backend: str = "ggml",
+        pre: str | None = None,
     ) -> None:
+        if pre is not None:
+            check_pre(pre)
+        self._pre = pre
         self._file = open_model_file(check_path("path", path), backend, n_threads)
         self.path = self._file.path
         self.metadata: Mapping[str, object] = self._file.metadata
@@ -87,10 +97,15 @@ class Model:
 
     @classmethod
     def from_gguf(
-        cls, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+        cls,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        backend: str = "ggml",
+        pre: str | None = None,
     ) -> Model:
         """Load a GGUF file; see the class for arguments and errors."""
-        return cls(path, n_threads=n_threads, backend=backend)
+        return cls(path, n_threads=n_threads, backend=backend, pre=pre)
 
     @property
     def spec(self) -> ModelSpec:
@@ -103,8 +118,10 @@ class Model:
 
         Raises:
             TokenizerError: its vocabulary cannot be built.
+            UnsupportedModel: an unknown kind of vocabulary or pre-tokenizer.
+            OptionError: ``pre`` was given for a kind of vocabulary that has no pre-tokenizer.
         """
-        return Tokenizer.from_metadata(self.metadata)
+        return Tokenizer.from_metadata(self.metadata, pre=self._pre)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -6,7 +6,7 @@ is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from kvcellar.cache.base import Cache
 from kvcellar.cache.content import SequenceData, between
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.transfer import state_get
-from kvcellar.errors import OptionError, SnapshotFileError, SnapshotMismatch, check_range
+from kvcellar.errors import CacheFull, OptionError, SnapshotFileError, SnapshotMismatch, check_range
 from kvcellar.runtime.options import LoadOptions, SaveOptions
 from kvcellar.snapshot.container import read_snapshot
+from kvcellar.snapshot.native import Outline
 from kvcellar.snapshot.snapshot import (
     Convert,
     Json,
@@ -157,11 +158,32 @@ def as_type(spec: CacheSpec, k: KVType | None, v: KVType | None) -> CacheSpec:
 # -- loading
 
 
-def read_single(path: str | Path) -> Snapshot:
-    """Read a snapshot of one sequence; raises as ``read_snapshot``, or SnapshotMismatch."""
-    snapshot = read_snapshot(path)
-    require_single(snapshot.content.n_seqs)
-    return snapshot
+def read_wanted(
+    facts: Callable[[], ContextFacts], path: str | Path, options: LoadOptions, *, single: bool
+) -> Snapshot:
+    """Read a snapshot, but none of its arrays unless it suits the context.
+
+    ``facts`` are asked for once the file is known to be sound: they may hash the weights.
+
+    Raises:
+        SnapshotFileError: the file is missing, no snapshot, or damaged.
+        SnapshotMismatch: it is of another model, stored otherwise, or not of a single sequence.
+        CacheFull: it has more cells than the whole cache.
+    """
+
+    def admit(found: Outline) -> None:
+        if single:
+            require_single(found.n_seqs)
+        known = facts()
+        check_same(found.fingerprint, known.fingerprint, row_types=not options.convert)
+        for n in found.n_logits:
+            _check_n_logits((n,), known.n_vocab)
+        if not options.start and options.stop is None and found.n_cells:
+            most, n = known.cache.spec.size, max(found.n_cells)
+            if n > most:
+                raise CacheFull(n, most, "use a larger n_ctx, or load a range of tokens")
+
+    return read_snapshot(path, admit)
 
 
 def require_single(n_seqs: int) -> None:
@@ -237,12 +259,17 @@ def _check_tokens(content: SequenceData, n_vocab: int) -> None:
             raise SnapshotFileError(f"token {tokens.max()} is outside the vocabulary of {n_vocab}")
 
 
+def _check_n_logits(shape: tuple[int, ...], n_vocab: int) -> None:
+    if shape != (n_vocab,):
+        raise SnapshotFileError(f"logits of shape {shape} for {n_vocab} tokens")
+
+
 def _check_texts(texts: Sequence[SavedText], n_vocab: int) -> None:
     """Check that what is said of texts can be used; wrong numbers do no harm within range."""
     for text in texts:
         logits = text.logits
-        if logits is not None and (logits.shape != (n_vocab,) or logits.dtype != np.float32):
-            raise SnapshotFileError(f"logits of shape {logits.shape} for {n_vocab} tokens")
+        if logits is not None:
+            _check_n_logits(logits.shape if logits.dtype == np.float32 else (), n_vocab)
         if logits is not None and not np.isfinite(logits).all():
             raise SnapshotFileError("logits that are not finite")
         for name, value in (

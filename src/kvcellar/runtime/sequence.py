@@ -14,7 +14,7 @@ its cells are wanted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -40,7 +40,7 @@ from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextSta
 from kvcellar.runtime.generation import FinishReason, Generation, StreamSlot
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
-from kvcellar.runtime.saving import prepare, read_single, take_part, take_snapshot
+from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
@@ -424,7 +424,7 @@ class Sequence:
         """Write the sequence to a file (``docs/format.md``); return its bytes.
 
         The file is written as a whole or not at all. :meth:`Context.load` goes on with it, in this
-        process or another, with exactly the same logits.
+        process or another; see there how far logits are the same.
 
         Args:
             path: where to.
@@ -474,7 +474,7 @@ class Sequence:
         options, path = LoadOptions(start, stop, positions, convert), check_path("path", path)
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
-        snapshot = read_single(path)  # before the facts, which may hash the weights
+        snapshot = read_wanted(lambda: self.context.facts, path, options, single=True)
         self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
 
@@ -529,7 +529,8 @@ class Sequence:
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
         """Return the token ids that :meth:`append` would append."""
-        return prompt_ids(self.context.model, prompt, is_first=len(self) == 0)
+        last = self.tokens[-1:] if isinstance(prompt, str) else []
+        return prompt_ids(self.context.model, prompt, last)
 
     @synchronized
     def saved_text(self) -> SavedText:
@@ -612,14 +613,23 @@ class Sequence:
             raise ClosedError(f"sequence {self.seq_id} is closed")
 
 
-def prompt_ids(model: Model, prompt: str | Iterable[int], *, is_first: bool) -> list[int]:
-    """Return the token ids of a prompt, with those that begin a text if it is the first.
+def prompt_ids(
+    model: Model, prompt: str | Iterable[int], before: Collection[int] = ()
+) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Args:
+        model: whose.
+        prompt: text, or ids.
+        before: the last token that it follows. None: text gets what begins one.
 
     Raises:
         BatchError: it is neither text nor a flat list of integers.
     """
     if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt, add_special=is_first)
+        tokenizer, last = model.tokenizer, list(before)
+        goes_on = tokenizer.ends_in_text(last)
+        return tokenizer.encode(prompt, add_special=not last, continuing=goes_on)
     if not isinstance(prompt, Iterable):
         raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
     return check_integers("prompt", prompt, BatchError)

@@ -2,7 +2,8 @@
 
 safetensors says where arrays are and checks that they are within the file. Beyond that each array
 has a hash in the description, and the description has one itself; nothing is used whose hash
-differs. Hashes find damage, not forgery.
+differs. Hashes find damage, not forgery. So a snapshot is read only if its arrays are those that
+the description needs, and as large: a small file cannot unfold into more than it is needed for.
 
 Arrays may be compressed with zstd, an optional extra. The bytes of numbers are sorted by
 significance first: exponents are alike, mantissas are not.
@@ -13,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import xxhash
@@ -28,7 +29,16 @@ from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
 from kvcellar.files import open_regular, why
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.snapshot.native import VERSION, Arrays, SnapshotArrays, from_arrays, to_arrays
+from kvcellar.snapshot.native import (
+    VERSION,
+    Admit,
+    Arrays,
+    Declared,
+    SnapshotArrays,
+    from_arrays,
+    outline,
+    to_arrays,
+)
 from kvcellar.snapshot.snapshot import Snapshot
 from kvcellar.types import AnyArray
 
@@ -45,19 +55,26 @@ _DTYPES: Mapping[str, type[np.generic]] = {
 _OS_ERROR = re.compile(r"\(os error ([0-9]{1,9})\)")
 """How safetensors quotes the number of an error of the system."""
 
+Check: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Declared]], None]
+"""Raises unless arrays are what a description needs."""
+
 LEVEL = 3
 MAX_RATIO = 1000
 """The largest ratio of compression: arrays that would become smaller are stored as they are."""
 
 
-def read_snapshot(path: str | Path) -> Snapshot:
+def read_snapshot(path: str | Path, admit: Admit | None = None) -> Snapshot:
     """Read the snapshot in a file.
+
+    Args:
+        path: the file.
+        admit: called before any array is read; what it raises is raised.
 
     Raises:
         SnapshotFileError: the file is missing, no snapshot, of a later version, or damaged.
         LibraryError: it is compressed by a library that is not installed.
     """
-    return from_arrays(read_file(Path(path)))
+    return from_arrays(read_file(Path(path), _check(admit)))
 
 
 def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> int:
@@ -65,9 +82,18 @@ def write_snapshot(path: str | Path, snapshot: Snapshot, *, compress: bool) -> i
     return write_file(Path(path), to_arrays(snapshot), compress=compress)
 
 
-def snapshot_from(value: bytes | bytearray | memoryview) -> Snapshot:
-    """Read the snapshot in a value of a store; raises as :func:`read_snapshot` does."""
-    return from_arrays(from_bytes(value))
+def snapshot_from(value: bytes | bytearray | memoryview, admit: Admit | None = None) -> Snapshot:
+    """Read the snapshot in a value of a store; see :func:`read_snapshot`."""
+    return from_arrays(from_bytes(value, _check(admit)))
+
+
+def _check(admit: Admit | None) -> Check:
+    def check(about: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
+        found = outline(about, declared)
+        if admit is not None:
+            admit(found)
+
+    return check
 
 
 def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
@@ -88,8 +114,12 @@ def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
         return beside.stat().st_size
 
 
-def read_file(path: Path) -> SnapshotArrays:
+def read_file(path: Path, check: Check | None = None) -> SnapshotArrays:
     """Read a file.
+
+    Args:
+        path: the file.
+        check: called with the description and what is said of the arrays, before these are read.
 
     Raises:
         SnapshotFileError: it is missing, no snapshot, of a later version, or damaged.
@@ -97,12 +127,12 @@ def read_file(path: Path) -> SnapshotArrays:
     """
     with _opened(path) as file:
 
-        def get(name: str) -> AnyArray:
-            _dtype(name, file.get_slice(name).get_dtype())
-            array: AnyArray = file.get_tensor(name)
-            return array
+        def declared(name: str) -> Declared:
+            part = file.get_slice(name)
+            return _declared(name, part.get_dtype(), part.get_shape())
 
-        return _verified(file.metadata(), list(file.keys()), get)
+        stored = {name: declared(name) for name in file.keys()}  # noqa: SIM118
+        return _verified(file.metadata(), stored, file.get_tensor, check)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -125,8 +155,8 @@ def to_bytes(packed: SnapshotArrays, *, compress: bool) -> bytes:
     return bytes(save(arrays, metadata))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
-    """Read what :func:`to_bytes` returned; raises as :func:`read_file` does."""
+def from_bytes(data: bytes | bytearray | memoryview, check: Check | None = None) -> SnapshotArrays:
+    """Read what :func:`to_bytes` returned; see :func:`read_file`."""
     whole = bytes(data)
     try:
         found = dict(_deserialize(whole))
@@ -136,11 +166,11 @@ def from_bytes(data: bytes | bytearray | memoryview) -> SnapshotArrays:
 
     def get(name: str) -> AnyArray:
         about = found[name]
-        flat = np.frombuffer(about["data"], _dtype(name, about["dtype"]))
-        array: AnyArray = flat.reshape(about["shape"])
+        array: AnyArray = np.frombuffer(about["data"], stored[name].dtype).reshape(about["shape"])
         return array
 
-    return _verified(header.get("__metadata__"), list(found), get)
+    stored = {name: _declared(name, one["dtype"], one["shape"]) for name, one in found.items()}
+    return _verified(header.get("__metadata__"), stored, get, check)
 
 
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
@@ -188,16 +218,21 @@ def _description(metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def _verified(
-    metadata: Mapping[str, str] | None, names: list[str], get: Callable[[str], AnyArray]
+    metadata: Mapping[str, str] | None,
+    stored: Mapping[str, Declared],
+    get: Callable[[str], AnyArray],
+    check: Check | None,
 ) -> SnapshotArrays:
     about = _description(metadata)
     listed = about.pop("arrays")
-    if set(listed) != set(names):
-        odd = sorted(set(listed) ^ set(names))
+    if set(listed) != set(stored):
+        odd = sorted(set(listed) ^ set(stored))
         raise SnapshotFileError(f"arrays are missing or were added: {', '.join(odd[:3])}")
+    if check is not None:
+        packed = {name: _unpacked(one) for name, one in listed.items() if "codec" in one}
+        check(about, {**stored, **packed})
     arrays = Arrays()
-    for name in names:
-        wanted = listed[name]
+    for name, wanted in listed.items():
         try:
             array = get(name)
         except (ValueError, OverflowError) as error:  # a shape that NumPy cannot have
@@ -217,11 +252,11 @@ def _hash(data: AnyArray | bytes) -> str:
     return state.hexdigest()
 
 
-def _dtype(name: str, dtype: str) -> type[np.generic]:
-    """Return the NumPy type of that name, if it is one that snapshots have."""
+def _declared(name: str, dtype: str, shape: Sequence[int]) -> Declared:
+    """Return what the header says of an array, if it is of a type that snapshots have."""
     if dtype not in _DTYPES:
         raise SnapshotFileError(f"the array {name} is damaged: it has type {dtype}")
-    return _DTYPES[dtype]
+    return Declared(np.dtype(_DTYPES[dtype]).str, tuple(shape))
 
 
 @contextmanager
@@ -291,6 +326,15 @@ def unpack(packed: AnyArray, how: Mapping[str, Any]) -> AnyArray:
     except MemoryError as error:
         raise SnapshotFileError("there is no memory for a compressed array") from error
     return array
+
+
+def _unpacked(how: Mapping[str, Any]) -> Declared:
+    """Return what :func:`unpack` would give."""
+    try:
+        dtype, shape = np.dtype(str(how["dtype"])), tuple(int(n) for n in how["shape"])
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise SnapshotFileError(f"a compressed array is damaged: {error}") from error
+    return Declared(dtype.str, shape)
 
 
 def _library() -> Any:

@@ -2,12 +2,16 @@
 
 Arrays have plain types and shapes, so that any reader of safetensors can look at them. The rest is
 in the description, which is JSON.
+
+A file is not trusted: :func:`outline` compares what it says of its arrays with what the description
+needs, before any of them is read or decompressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -106,6 +110,140 @@ def _from_arrays(arrays: Arrays, about: Mapping[str, Any]) -> Snapshot:
     )
     content = SequenceData(n_seqs, cells, states, int(about["start"]))
     return Snapshot(dict(about["fingerprint"]), content, texts, dict(about["note"]))
+
+
+# -- sizes
+
+
+class Declared(NamedTuple):
+    """What a file says of an array: NumPy's name of its type, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """How large a snapshot is, as far as that is known before its arrays are read.
+
+    Attributes:
+        fingerprint: of what it was taken.
+        n_seqs: how many sequences it has.
+        n_cells: cells of each group of layers.
+        n_kept: cells of all checkpoints of each group.
+        n_states: recurrent states.
+        n_logits: values of each row of logits.
+    """
+
+    fingerprint: Mapping[str, Json]
+    n_seqs: int
+    n_cells: tuple[int, ...]
+    n_kept: tuple[int, ...]
+    n_states: int
+    n_logits: tuple[int, ...]
+
+
+Admit: TypeAlias = Callable[[Outline], None]
+"""Raises if a snapshot of that outline is not wanted."""
+
+
+def outline(about: Mapping[str, Any], declared: Mapping[str, Declared]) -> Outline:
+    """Compare the types and shapes of arrays with what a description needs.
+
+    Raises:
+        SnapshotFileError: one is missing, unknown, of another type, or of another size.
+    """
+    try:
+        needs = _Needs(declared)
+        found = _outline(about, needs)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise SnapshotFileError(f"the snapshot's description is damaged: {error!r}") from error
+    needs.refuse_others()
+    return found
+
+
+def _outline(about: Mapping[str, Any], needs: _Needs) -> Outline:
+    n_seqs, print_ = int(about["n_seqs"]), about["fingerprint"]
+    if len(about["texts"]) != n_seqs:
+        raise ValueError(f"{len(about['texts'])} texts of {n_seqs} sequences")
+    n_cells, n_kept = [], []
+    groups = zip(print_["groups"], row_types(print_), about["groups"], strict=True)
+    for g, (group, kinds, one) in enumerate(groups):
+        at, layers = f"group.{g}", group["layers"]
+        n = needs.cells(at, layers, kinds)
+        _, n_pairs = needs.take(f"{at}.owners", "<i8", 2, None)
+        if n_pairs > n * n_seqs:
+            raise ValueError(f"{n_pairs} owners of {n} cells")
+        for i in range(n_seqs):
+            needs.take(f"{at}.slid.{i}", "<i4", 2, None, required=False)
+        kept = [f"{at}.checkpoint.{i}" for i in range(len(one["checkpoints"]))]
+        for name in kept:
+            needs.take(f"{name}.slid", "<i4", 2, None)
+        n_kept.append(sum(needs.cells(name, layers, kinds) for name in kept))
+        n_cells.append(n)
+    n_states = 0
+    if about["states"] is not None:
+        width = sum(layer["n_conv"] + layer["n_ssm"] for layer in print_["states"])
+        n_states, _ = needs.take("states", "<f4", None, width)
+        held = [(i, one) for i, one in enumerate(about["states"]) if one is not None]
+        if n_states > sum(1 + len(one["checkpoints"]) for _, one in held):
+            raise ValueError(f"{n_states} states of {len(held)} sequences")
+        for i, _ in held:
+            (n_tokens,) = needs.take(f"state.{i}.positions", "<i4", None)
+            needs.take(f"state.{i}.tokens", "<i4", n_tokens)
+    logits = [
+        needs.take(f"sequence.{i}.logits", "<f4", None, required=False) for i in range(n_seqs)
+    ]
+    n_logits = [shape[0] for shape in logits if shape]
+    return Outline(print_, n_seqs, tuple(n_cells), tuple(n_kept), n_states, tuple(n_logits))
+
+
+class _Needs:
+    """What a file says of its arrays, less what was taken of them."""
+
+    def __init__(self, declared: Mapping[str, Declared]) -> None:
+        self._left = dict(declared)
+
+    def take(
+        self, name: str, dtype: str, *shape: int | None, required: bool = True
+    ) -> tuple[int, ...]:
+        """Return the shape of an array, which must have that type and, but for None, that shape.
+
+        It is empty if an array is not there that need not be.
+        """
+        found = self._left.pop(name, None)
+        if found is None:
+            if required:
+                raise SnapshotFileError(f"the array {name} is missing")
+            return ()
+        fits = found.dtype == dtype and len(found.shape) == len(shape)
+        if not fits or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True)):
+            said = f"{found.dtype} {list(found.shape)}"
+            wanted = ["any" if n is None else n for n in shape]
+            raise SnapshotFileError(f"the array {name} is {said}, and {dtype} {wanted} is needed")
+        return found.shape
+
+    def cells(self, at: str, layers: list[Mapping[str, Any]], kinds: tuple[KVType, KVType]) -> int:
+        """Take cells with their rows in every layer; return how many cells there are."""
+        (n,) = self.take(f"{at}.positions", "<i4", None)
+        self.take(f"{at}.tokens", "<i4", n)
+        for i, layer in enumerate(layers):
+            has_v = layer["v_offset"] is None
+            widths = layer["head_dim_k"], layer["head_dim_v"] if has_v else 0
+            for part, kind, width in zip("kv", kinds, widths, strict=True):
+                n_values = layer["n_head_kv"] * width
+                dtype = _DTYPES.get(kind)
+                if n_values and dtype is None:
+                    self.take(f"{at}.layer.{i}.{part}", "|u1", n, kind.row_bytes(n_values))
+                elif n_values:
+                    self.take(f"{at}.layer.{i}.{part}", dtype or "", n, n_values)
+        return n
+
+    def refuse_others(self) -> None:
+        """Raise SnapshotFileError if an array was not taken."""
+        if self._left:
+            names = ", ".join(sorted(self._left)[:3])
+            raise SnapshotFileError(f"arrays that no snapshot has: {names}")
 
 
 # -- cells

@@ -14,8 +14,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from kvcellar.cache.content import CellData, RowBytes, SequenceData
-from kvcellar.errors import SnapshotFileError, SnapshotMismatch
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, KVType, MemorySpec, RowFormat
+from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Float32Array,
+    KVType,
+    MemorySpec,
+    RowFormat,
+    all_finite,
+)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -199,7 +207,8 @@ def converted(snapshot: Snapshot, specs: Sequence[CacheSpec], convert: Convert) 
     """Convert a snapshot to how caches of these shapes store rows; return itself if they agree.
 
     Raises:
-        SnapshotFileError: its rows are not what it says they are.
+        SnapshotFileError: its rows are not what it says they are, or not finite.
+        SnapshotError: a value is too large for its new type.
         OptionError: there is no such conversion.
     """
     print_: Mapping[str, Any] = snapshot.fingerprint
@@ -246,19 +255,36 @@ def _is_size(size: object) -> bool:
 
 def _converted(group: CellData, old: Formats, new: Formats, convert: Convert) -> CellData:
     def change(rows: RowBytes) -> RowBytes:
-        k = tuple(_rows(*one, convert) for one in zip(rows.k, old[0], new[0], strict=True))
-        v = tuple(_rows(*one, convert) for one in zip(rows.v, old[1], new[1], strict=True))
+        k = tuple(_rows(*one, convert) for one in _layers("K", rows.k, old[0], new[0]))
+        v = tuple(_rows(*one, convert) for one in _layers("V", rows.v, old[1], new[1]))
         return RowBytes(k, v)
 
     checkpoints = tuple(replace(one, rows=change(one.rows)) for one in group.checkpoints)
     return replace(group, rows=change(group.rows), checkpoints=checkpoints)
 
 
-def _rows(rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert) -> ByteArray:
+def _layers(
+    name: str,
+    rows: Sequence[ByteArray],
+    old: Sequence[RowFormat],
+    new: Sequence[RowFormat],
+) -> Iterator[tuple[str, ByteArray, RowFormat, RowFormat]]:
+    for layer, one in enumerate(zip(rows, old, new, strict=True)):
+        yield (f"{name} of layer {layer}", *one)
+
+
+def _rows(
+    what: str, rows: ByteArray, src: RowFormat, dst: RowFormat, convert: Convert
+) -> ByteArray:
     if src == dst or rows.shape[1] == 0:
         return rows
     n_values, rest = divmod(rows.shape[1], src.kind.block_bytes)
     if rest or (src.hadamard and n_values * src.kind.block_size % src.hadamard):
-        what = f"rows of {rows.shape[1]} bytes cannot be {src}"
-        raise SnapshotFileError(f"the snapshot contradicts itself: {what}")
-    return convert(rows, src, dst)
+        said = f"rows of {rows.shape[1]} bytes cannot be {src}"
+        raise SnapshotFileError(f"the snapshot contradicts itself: {said}")
+    if not all_finite(src.kind.numbers(rows), src.kind):  # blocks would hide a NaN
+        raise SnapshotFileError(f"{what} is not finite: compute the text again")
+    converted = convert(rows, src, dst)
+    if not all_finite(dst.kind.numbers(converted), dst.kind):
+        raise SnapshotError(f"{what} overflows {dst.kind.label}: store it as bf16 or f32")
+    return converted

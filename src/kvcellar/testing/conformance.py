@@ -19,6 +19,7 @@ from types import MappingProxyType
 import numpy as np
 
 from kvcellar.backends.base import KVStore, Part
+from kvcellar.errors import ComputeError
 from kvcellar.testing.rotation import random_rows, rotated_rows
 from kvcellar.types import (
     ByteArray,
@@ -28,6 +29,7 @@ from kvcellar.types import (
     KVType,
     LayerSpec,
     RopeSpec,
+    finite_rows,
 )
 
 PARTS: tuple[Part, ...] = ("k", "v")
@@ -120,6 +122,41 @@ class KVStoreConformance:
                 rows = rng.integers(0, 256, shape, dtype=np.uint8)
                 store.write_raw(i, which, cells, rows)
                 np.testing.assert_array_equal(store.read_raw(i, which, cells), rows)
+        store.close()
+
+    def test_rows_that_are_not_finite_are_refused(self, spec: CacheSpec) -> None:
+        """In K and in V, in any row; what overflows the type is none either. Nothing is written."""
+        store, cells = _filled(self.open(spec)), np.array([6, 1, 3])
+        before, layer = _raw(store, np.arange(_N)), spec.layers[1]
+        for value in (np.nan, np.inf, -np.inf, 3e38, -3e38):
+            for part in PARTS:
+                rows = {name: random_rows(3, layer.n_embd_k, 1) for name in PARTS}
+                rows["v"] = random_rows(3, layer.n_embd_v, 2)
+                rows[part][1, 5] = value
+                message = "it was stored"
+                try:
+                    store.write(1, cells, rows["k"], rows["v"])
+                except ComputeError as error:
+                    message = str(error)
+                assert f"{part.upper()} of layer 1 for token 1" in message, (value, part, message)
+                _assert_equal(_raw(store, np.arange(_N)), before)
+        store.close()
+
+    def test_rotating_the_largest_keys_keeps_them_finite(self, spec: CacheSpec) -> None:
+        """A pair of values may turn into one that is 1.4 times as large."""
+        store, cells = self.open(spec), np.arange(_N)
+        layer, n_times, v = spec.layers[0], 0, random_rows(_N, spec.layers[0].n_embd_v)
+        for scale in 2.0 ** -np.arange(5):
+            k = np.sign(random_rows(_N, layer.n_embd_k)) * np.float32(spec.type_k.largest * scale)
+            try:
+                store.write(0, cells, k, v)
+            except ComputeError:  # under a transform a row may have larger values still
+                continue
+            for _ in range(3):
+                store.rotate(cells, np.arange(_N, dtype=np.int32) + 1)
+                assert finite_rows(store.read_raw(0, "k", cells), spec.type_k).all()
+            n_times += 1
+        assert n_times
         store.close()
 
     def test_what_is_read_is_a_copy(self, spec: CacheSpec) -> None:

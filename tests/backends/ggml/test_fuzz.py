@@ -35,5 +35,5 @@ def test_flipped_bits_in_the_header(tmp_path: Path, shared: Path) -> None:
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     outcomes = _fuzz("parts", tmp_path / "mutant.gguf", 1500)
-    assert set(outcomes) <= {*ERRORS, "decoded"}
+    assert set(outcomes) <= {*ERRORS, "ComputeError", "decoded"}  # factors may be NaN
     assert outcomes["decoded"] < 750

@@ -18,7 +18,6 @@ from kvcellar.cache.content import (
 )
 from kvcellar.snapshot.llama.from_content import Target, from_content
 from kvcellar.snapshot.llama.layout import FileGeneration, Kind, LlamaFile
-from kvcellar.snapshot.llama.to_content import check_finite
 from kvcellar.snapshot.llama.writer import file_pieces
 from kvcellar.types import (
     ByteArray,
@@ -32,6 +31,7 @@ from kvcellar.types import (
     StateLayer,
     StateSpec,
 )
+from tests.snapshot.samples import finite
 
 N_VOCAB, ARCH = 100, "tiny"
 LAYER = LayerSpec(n_head_kv=1, head_dim_k=4, head_dim_v=2)
@@ -156,10 +156,4 @@ def _rows(spec: CacheSpec, n: int, rng: np.random.Generator) -> RowBytes:
 
 
 def _finite(kind: KVType, n: int, width: int, rng: np.random.Generator) -> ByteArray:
-    """Random rows without NaN: every value or scale has a zero in its exponent."""
-    rows = rng.integers(0, 256, (n, kind.row_bytes(width)), np.uint8)
-    step = kind.block_bytes
-    for last in (1, 3) if kind.block_bytes > 4 else (step - 1,):
-        rows[:, last::step] &= 0b1011_1111
-    check_finite("these", kind, rows)
-    return rows
+    return finite(kind, rng.integers(0, 256, (n, kind.row_bytes(width)), np.uint8))

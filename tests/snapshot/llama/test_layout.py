@@ -168,6 +168,14 @@ def test_a_byte_too_many_is_refused(name: str) -> None:
         read_llama_file(FILES[name] + b"\0", SPEC)
 
 
+def test_more_streams_than_there_can_be_are_refused() -> None:
+    """Empty ones are 4 bytes in a file and many more in memory."""
+    head = struct.pack("<4I", 0x67677371, 3, 1, 9)
+    data = head + struct.pack("<5001I", 5000, *[0] * 5000)
+    with pytest.raises(SnapshotError, match="5000 streams"):
+        read_llama_file(data, SPEC)
+
+
 def test_what_is_not_kept_is_not_read() -> None:
     """A file that lists other numbers of tokens than it has cells: no token is known."""
     file = read_llama_file(FILES["sequence"], SPEC)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import NotSupported, OptionError, SnapshotFileError, SnapshotMismatch
 from kvcellar.snapshot.llama.layout import FileGeneration, LayerRows, LlamaFile, Stream
 from kvcellar.snapshot.llama.reader import read_llama_file
@@ -48,6 +49,13 @@ def mismatch(file: LlamaFile, spec: MemorySpec = PLAIN, arch: str = ARCH) -> tup
     with pytest.raises(SnapshotMismatch) as caught:
         to_content(file, spec, arch, N_VOCAB)
     return caught.value.field, caught.value.stored, caught.value.wanted
+
+
+def not_finite(file: LlamaFile, spec: MemorySpec, where: str) -> None:
+    """See that its content is refused, and where that is."""
+    content = to_content(file, spec, ARCH, N_VOCAB).content
+    with pytest.raises(SnapshotFileError, match=f"{where} is not finite"):
+        check_content(content, spec.stores)
 
 
 def test_another_architecture() -> None:
@@ -103,16 +111,14 @@ def test_what_is_not_finite(part: str, kind: KVType, bits: int) -> None:
         k, v = (blocks, stream.v) if part == "k" else (stream.k, blocks)
         return replace(stream, k=tuple(k), v=tuple(v))
 
-    file = with_stream(written(spec), spoil)
-    with pytest.raises(SnapshotFileError, match=f"{part.upper()} rows are not finite"):
-        to_content(file, spec, ARCH, N_VOCAB)
+    not_finite(with_stream(written(spec), spoil), spec, f"{part.upper()} of layer 1 in cell 2")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KVType if kind.is_quantized])
 def test_a_scale_that_is_not_finite(kind: KVType) -> None:
     spec = plain(WIDE, type_k=kind, type_v=kind)
     sound = written(spec)
-    to_content(sound, spec, ARCH, N_VOCAB)
+    check_content(to_content(sound, spec, ARCH, N_VOCAB).content, spec.stores)
     n_scales = 2 if kind in (KVType.Q4_1, KVType.Q5_1) else 1
     for i in range(n_scales):
 
@@ -121,8 +127,7 @@ def test_a_scale_that_is_not_finite(kind: KVType) -> None:
             rows[1, kind.block_bytes + at : kind.block_bytes + at + 2] = (0, 0x7C)
             return replace(stream, v=(LayerRows(kind, rows), *stream.v[1:]))
 
-        with pytest.raises(SnapshotFileError, match="V rows are not finite"):
-            to_content(with_stream(sound, spoil), spec, ARCH, N_VOCAB)
+        not_finite(with_stream(sound, spoil), spec, "V of layer 0 in cell 1")
 
 
 def test_a_state_that_is_not_finite() -> None:
@@ -131,8 +136,7 @@ def test_a_state_that_is_not_finite() -> None:
     assert file.states is not None
     nan = np.array([[1, np.nan]], np.float32).view(np.uint8)
     states = replace(file.states, ssm=(LayerRows(KVType.F32, nan), *file.states.ssm[1:]))
-    with pytest.raises(SnapshotFileError, match="states are not finite"):
-        to_content(replace(file, states=states), spec, ARCH, N_VOCAB)
+    not_finite(replace(file, states=states), spec, "state 0")
 
 
 @pytest.mark.parametrize("version", [2, 9])

@@ -13,6 +13,7 @@ waits in Python.
 from __future__ import annotations
 
 import _thread
+import ctypes as c
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -20,6 +21,22 @@ T = TypeVar("T")
 
 POLL = 0.05
 """Seconds after which a waiting thread looks for exceptions that others sent; signals wake it."""
+
+
+class Stop:
+    """A flag that C code looks at."""
+
+    def __init__(self) -> None:
+        self._bytes = (c.c_char * 2)()
+
+    def set(self) -> None:
+        """Ask what looks at it to end."""
+        self._bytes[0] = b"\1"
+
+    @property
+    def address(self) -> int:
+        """Where its byte is; the one behind it is zero."""
+        return c.addressof(self._bytes)
 
 
 class Aside(Generic[T]):

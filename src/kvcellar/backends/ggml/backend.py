@@ -17,10 +17,10 @@ import os
 from functools import partial
 
 from kvcellar.backends.checks import check_threads
-from kvcellar.backends.ggml.aside import Aside
+from kvcellar.backends.ggml.aside import Aside, Stop
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.backends.ggml.session import Session, Stop, process_exit
+from kvcellar.backends.ggml.session import Session, process_exit
 from kvcellar.backends.threads import default_threads as default_threads
 from kvcellar.errors import ClosedError, ComputeError
 
@@ -44,12 +44,12 @@ class GgmlBackend:
         self._closed = False
         self._sessions = {os.getpid(): Session(self.api, self.n_threads)}  # by process
 
-    def compute(self, graph: int, *, long: bool = False, keep: object = None) -> None:
+    def compute(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute an allocated graph; calls from several threads take turns.
 
         Args:
             graph: the graph.
-            long: whether exceptions shall end it early.
+            stop: ends it early, which exceptions do then; None: it takes no time worth that.
             keep: what must live until it has ended.
 
         Raises:
@@ -58,8 +58,8 @@ class GgmlBackend:
             ClosedError: the backend is closed.
         """
         session = self._session()
-        if long or session.turn.locked():
-            stop = Stop()
+        if stop is not None or session.turn.locked():
+            stop = stop or Stop()
             work = partial(session.compute, graph, stop, keep)
             status = Aside(work, stop.set).run()
         else:

@@ -199,6 +199,7 @@ _MATH: dict[str, Signature] = {
     "ggml_scale": (P, (P, P, F32)),
     "ggml_clamp": (P, (P, P, F32, F32)),
     "ggml_repeat_4d": (P, (P, P, I64, I64, I64, I64)),
+    "ggml_sum": (P, (P, P)),
     "ggml_sum_rows": (P, (P, P)),
     "ggml_norm": (P, (P, P, F32)),
     "ggml_rms_norm": (P, (P, P, F32)),

@@ -12,6 +12,9 @@ that weights x V is a plain product. Both give the same bytes for the same cells
 2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
 3. Sizes are logged.
 4. Whatever interrupts the making of buffers, they are freed with the last reference.
+
+After each graph the rows that it wrote are looked at (:meth:`KVBuffers.all_finite`). Layers of one
+shape lie equally far apart, so all of them are one array: a look costs as much as for one layer.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kvcellar.backends.base import Part
 from kvcellar.backends.ggml.binding import Owned, array_at, tensor_at
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import ZeroedMemory, check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError
-from kvcellar.types import AnyArray, ByteArray, CacheSpec, Int64Array
+from kvcellar.types import AnyArray, ByteArray, CacheSpec, Int64Array, KVType, all_finite
 
 BUFFER = "the K/V buffer"
 _MIB = 2**20
@@ -70,6 +74,16 @@ class KVBuffers:
             "k": [self._rows(tensor) for tensor in self.k],
             "v": [self._rows(tensor, transposed=spec.v_trans) for tensor in self.v],
         }
+        self._stacks = stacked([*self._numbers(self.k, spec.type_k), *self._numbers_of_v()])
+
+    def all_finite(self, cells: Int64Array) -> bool:
+        """Whether K and V of cells are finite in every layer; see ``types.all_finite``."""
+        first, n = int(cells[0]), len(cells)
+        is_run = n == 1 or (
+            int(cells[-1]) - first == n - 1 and bool((cells[1:] > cells[:-1]).all())
+        )
+        which = slice(first, first + n) if is_run else cells
+        return all(all_finite(bits[:, which], kind) for kind, bits in self._stacks)
 
     def zero(self) -> None:
         """Set every byte to zero."""
@@ -79,6 +93,7 @@ class KVBuffers:
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
         self.rows = {"k": [], "v": []}
+        self._stacks = []
         while self.buffers:
             self.buffers.pop().close()
         while self._contexts:
@@ -92,6 +107,19 @@ class KVBuffers:
             dtype = np.dtype(f"u{struct.nb[0]}")
             return ChannelMajor(array_at(struct.data, dtype, (struct.ne[1], struct.ne[0])))
         return RowMajor(array_at(struct.data, np.uint8, (struct.ne[1], struct.nb[1])))
+
+    def _numbers_of_v(self) -> list[tuple[KVType, AnyArray]]:
+        found = self._numbers(self.v, self._spec.type_v)
+        return [(kind, bits.T) for kind, bits in found] if self._spec.v_trans else found
+
+    def _numbers(self, tensors: list[int], kind: KVType) -> list[tuple[KVType, AnyArray]]:
+        """The bits of values or scales, cell by cell, as views of the buffers."""
+        found = []
+        for tensor in filter(None, tensors):
+            struct = tensor_at(tensor)
+            rows = array_at(struct.data, np.uint8, (struct.ne[1], struct.nb[1]))
+            found.append((kind, kind.numbers(rows)))
+        return found
 
     def _allocate(self, kind: BufferType, layers: list[int]) -> None:
         spec = self._spec
@@ -126,6 +154,28 @@ class KVBuffers:
             api.ggml_set_name(v, f"cache_v_l{i}".encode())
             self.v[i] = v
         return context
+
+
+def stacked(views: Sequence[tuple[KVType, AnyArray]]) -> list[tuple[KVType, AnyArray]]:
+    """Make one array of views that are alike and equally far apart, with an axis more in front.
+
+    Any views fit into some arrays; in the worst case each is one by itself.
+    """
+    alike: dict[tuple[KVType, object, object], list[AnyArray]] = {}
+    for kind, view in views:
+        alike.setdefault((kind, view.shape, view.strides), []).append(view)
+    found = []
+    for (kind, *_), members in alike.items():
+        members.sort(key=lambda view: view.ctypes.data)
+        while members:
+            at = [view.ctypes.data for view in members]
+            step = at[1] - at[0] if len(at) > 1 else 0
+            n = next((i for i in range(1, len(at)) if at[i] - at[i - 1] != step), len(at))
+            first = members[0]
+            shape, strides = (n, *first.shape), (step, *first.strides)
+            found.append((kind, as_strided(first, shape, strides, writeable=False)))
+            del members[:n]
+    return found
 
 
 class RowMajor:

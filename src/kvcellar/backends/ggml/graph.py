@@ -22,18 +22,21 @@ from typing import Protocol
 import numpy as np
 
 from kvcellar.backends.base import GraphTimes
+from kvcellar.backends.ggml import pieces
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import Ggml, Owned
+from kvcellar.backends.ggml.binding import Ggml, Owned, array_at, tensor_at
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.ops import GgmlOps
+from kvcellar.backends.ggml.pieces import most_pieces
 from kvcellar.backends.ggml.profile import GraphProfiler
 from kvcellar.backends.memory import check_available, check_room
 from kvcellar.backends.operations import Forward
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, ComputeError
 from kvcellar.plan import Plan
-from kvcellar.types import Float32Array
+from kvcellar.types import Float32Array, Int64Array
 
 MAX_GRAPHS = 8
 _BUFFER = "the compute buffer"
@@ -50,7 +53,7 @@ LONG = 0.05
 class Compute(Protocol):
     """See ``GgmlBackend.compute``."""
 
-    def __call__(self, graph: int, *, long: bool = False, keep: object = None) -> None:
+    def __call__(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute a graph."""
 
 
@@ -64,6 +67,7 @@ class GgmlExecutor:
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._backend = backend
         self._compute: Compute = backend.compute
+        self._memory = memory
         self._kernels = memory.kernels
         self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
         self._cache = GraphCache(backend, memory, forward)
@@ -80,16 +84,29 @@ class GgmlExecutor:
             self._recover()
         graph = self._cache.get(plan)
         graph.feeds.load(plan)
+        is_long = len(plan.micro.positions) > FEW_TOKENS or graph.seconds > LONG
+        stop = Stop() if is_long else None
         for kernel, group in zip(self._kernels, plan.groups, strict=True):
             if kernel is not None and group.lists is not None:
-                kernel.load(group.lists)
-        long = len(plan.micro.positions) > FEW_TOKENS or graph.seconds > LONG
+                kernel.load(group.lists, stop)
         start = perf_counter()
         self._unfinished = True
-        self._compute(graph.graph, long=long, keep=self)
+        self._compute(graph.graph, stop=stop, keep=self)
         self._unfinished = False
         graph.seconds = perf_counter() - start
+        self._check(graph, plan)
         return graph.logits
+
+    def _check(self, graph: Graph, plan: Plan) -> None:
+        """Raise ComputeError unless all that a graph wrote is finite; names the first layer."""
+        pairs = list(zip(self._memory.groups, plan.groups, strict=True))
+        if not all(store.all_finite(group.cells) for store, group in pairs):
+            for place in self._memory.places:
+                if place.group >= 0:
+                    store, group = pairs[place.group]
+                    store.check_layer(place.index, group.cells)
+        if not graph.is_sound():
+            raise ComputeError("an activation or a state is not finite: the weights are damaged")
 
     def watch(self, watcher: Callable[[GraphTimes], None]) -> None:
         """Tell a watcher about every graph; see ``Executor.watch``."""
@@ -121,6 +138,7 @@ class GraphCache:
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
         self._api = backend.api
         self._memory = memory
+        self._n_threads = backend.n_threads
         self._forward: Forward[int] | None = forward  # None: closed
         self._constants = Constants(self._api)
         self._space: Workspace | None = None  # None: none yet, or one is being changed
@@ -176,14 +194,15 @@ class GraphCache:
 
     def _build(self, space: Workspace, forward: Forward[int], plan: Plan, shape: Shape) -> Graph:
         api, specs = self._api, self._memory.specs
-        n_nodes = NODES_PER_LAYER * (len(self._memory.places) + 1)
+        per_layer = NODES_PER_LAYER + pieces.NODES_PER_LAYER * (most_pieces(shape.n_tokens) - 1)
+        n_nodes = per_layer * (len(self._memory.places) + 1)
         size = 2 * n_nodes * api.ggml_tensor_overhead()
         size += api.ggml_graph_overhead_custom(n_nodes, False)
         context = api.context("a graph", size)
         graph: int = api.ggml_new_graph_custom(context, n_nodes, False)
         nodes = Nodes(api, context.address, graph, self._constants)
         inputs = Inputs.declare(nodes, shape, specs)
-        ops = GgmlOps(nodes, inputs, self._memory, plan)
+        ops = GgmlOps(nodes, inputs, self._memory, plan, self._n_threads)
         logits = forward(ops)
         if shape.n_outputs:
             api.ggml_set_output(logits)
@@ -192,12 +211,12 @@ class GraphCache:
         view = view_of(logits, 2) if shape.n_outputs else None
         empty = np.empty((0, 0), np.float32)
         feeds = Feeds(inputs, specs, ops.n_positions)
-        return Graph(context, graph, feeds, empty if view is None else view)
+        return Graph(context, graph, feeds, empty if view is None else view, _scalars(nodes.sums))
 
 
 @dataclass(slots=True)
 class Graph:
-    """A built and allocated graph, with NumPy views of its inputs and its logits.
+    """A built and allocated graph, with NumPy views of its inputs, its logits and its sums.
 
     ``seconds`` is how long it took when it was last computed.
     """
@@ -206,7 +225,22 @@ class Graph:
     graph: int
     feeds: Feeds
     logits: Float32Array
+    sums: tuple[Float32Array, Int64Array]
     seconds: float = 0.0
+
+    def is_sound(self) -> bool:
+        """Whether everything was finite that the graph has a sum of; see :meth:`Nodes.watch`."""
+        memory, which = self.sums
+        return bool(np.isfinite(memory[which]).all())
+
+
+def _scalars(tensors: list[int]) -> tuple[Float32Array, Int64Array]:
+    """The memory from the first of some f32 scalars to the last, and where in it each lies."""
+    at = np.array([tensor_at(tensor).data for tensor in tensors], np.int64)
+    if not len(at):
+        return np.empty(0, np.float32), at
+    which: Int64Array = (at - at.min()) // 4
+    return array_at(int(at.min()), np.float32, (int(which.max()) + 1,)), which
 
 
 class Workspace:

@@ -16,13 +16,16 @@ from kvcellar.backends.ggml.binding import (
     HINT_HADAMARD,
     ROPE_MODES,
     TYPE_F32,
+    TYPE_I64,
     Ggml,
     Owned,
     tensor_at,
 )
 from kvcellar.backends.hadamard import hadamard
 from kvcellar.backends.memory import aligned
-from kvcellar.types import Float32Array, RopeSpec
+from kvcellar.types import Float32Array, Int64Array, RopeSpec
+
+_SHORTEST_ORDER = 2**12
 
 
 class Nodes:
@@ -35,9 +38,11 @@ class Nodes:
         api: ggml's functions.
         context: where tensors are made.
         graph: what they become nodes of.
+        sums: of tensors that have to be finite; the graph's owner looks at them.
     """
 
     def __init__(self, api: Ggml, context: int, graph: int, constants: Constants) -> None:
+        self.sums: list[int] = []
         self.api = api
         self.context = context
         self.graph = graph
@@ -52,6 +57,13 @@ class Nodes:
     def run_first(self, node: int) -> None:
         """Put a node before all that are made later: nodes run in the graph's order."""
         self.api.ggml_build_forward_expand(self.graph, node)
+
+    def watch(self, x: int) -> None:
+        """Put the sum of a tensor among ``sums``: it is finite only if every value is."""
+        total = self.sum(x)
+        self.api.ggml_set_output(total)
+        self.run_first(total)
+        self.sums.append(total)
 
     def dense(self, x: int) -> int:
         """x, copied if its values do not lie side by side, as those of a view may not."""
@@ -91,6 +103,10 @@ class Nodes:
             spec.beta_slow,
         )
 
+    def order(self, n: int) -> int:
+        """Numbers from 0 to n at least, as i64."""
+        return self._constants.order(n)
+
     def mix(self, x: int, size: int) -> int:
         """Apply the Hadamard transform to each run of ``size`` values of ``[n, n_head, d]``.
 
@@ -113,7 +129,7 @@ class Constant(NamedTuple):
     buffer: Owned
 
     @classmethod
-    def of(cls, api: Ggml, values: Float32Array) -> Constant:
+    def of(cls, api: Ggml, values: Float32Array | Int64Array) -> Constant:
         """A tensor of these values.
 
         Raises:
@@ -121,19 +137,20 @@ class Constant(NamedTuple):
         """
         what = "a constant tensor"
         memory = aligned(what, values.nbytes)
-        memory.view(np.float32)[:] = values.reshape(-1)
+        memory.view(values.dtype)[:] = values.reshape(-1)
         address = memory.ctypes.data
         context = api.context(what, 2 * api.ggml_tensor_overhead())
         buffer = api.make("ggml_backend_cpu_buffer_from_ptr", address, values.nbytes)
         buffer.memory = memory
         ne = [*reversed(values.shape), 1][:2]
-        tensor: int = api.ggml_new_tensor_2d(context, TYPE_F32, *ne)
+        kind = TYPE_I64 if values.dtype == np.int64 else TYPE_F32
+        tensor: int = api.ggml_new_tensor_2d(context, kind, *ne)
         api.ggml_backend_tensor_alloc(buffer, tensor, address)
         return cls(tensor, context, buffer)
 
 
 class Constants:
-    """Small f32 tensors that graphs only read; each is made once and kept until :meth:`close`.
+    """Small tensors that graphs only read; each is made once and kept until :meth:`close`.
 
     One is kept as a whole or not at all, whatever interrupts the making.
     """
@@ -153,6 +170,14 @@ class Constants:
         if size not in self._made:
             self._made[size] = Constant.of(self._api, hadamard(size))
         return self._made[size].tensor
+
+    def order(self, n: int) -> int:
+        """Numbers from 0 to n at least, as i64."""
+        size = max(_SHORTEST_ORDER, 1 << (n - 1).bit_length())
+        key = ("order", size)
+        if key not in self._made:
+            self._made[key] = Constant.of(self._api, np.arange(size))
+        return self._made[key].tensor
 
     def close(self) -> None:
         """Free all tensors; closing twice is fine."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from kvcellar.backends.base import GraphTimes, OpTime
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import Tensor, tensor_at
 
@@ -31,7 +32,7 @@ class GraphProfiler:
         self._context = self._api.context("a graph of one node", size)
         self._one: int = self._api.ggml_new_graph_custom(self._context, 1, False)
 
-    def compute(self, graph: int, *, long: bool = False, keep: object = None) -> None:
+    def compute(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute an allocated graph, node by node or whole in turns.
 
         Arguments are those of ``GgmlBackend.compute``; between nodes, exceptions come anyway.
@@ -43,7 +44,7 @@ class GraphProfiler:
         whole, self._last_split = graph == self._last_split, None
         begin = perf_counter()
         if whole:
-            self._backend.compute(graph, long=long, keep=keep)
+            self._backend.compute(graph, stop=stop, keep=keep)
         else:
             ops = self._compute_nodes(graph)
             self._last_split = graph

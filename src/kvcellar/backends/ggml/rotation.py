@@ -1,7 +1,9 @@
 """Moving K rows to another position: out of the cache as f32, rotated, and back to bytes.
 
 The rotation is pure: YaRN's magnitude, which the key got when it was computed, is divided out, so
-that ten shifts of one are one shift of ten. Cells are taken in pieces to bound the memory.
+that ten shifts of one are one shift of ten. Values that would overflow the type of K become the
+largest that it holds: a row that is infinite would reach all sequences (invariant 8). Cells are
+taken in pieces to bound the memory.
 
 Rows are rotated beside the cache and not in it, so that nothing has changed until somebody writes
 them there: who was interrupted while writing can write them again, but could not rotate them again.
@@ -22,7 +24,7 @@ from kvcellar.errors import AllocationError
 from kvcellar.types import AnyArray, ByteArray, CacheSpec, Int32Array, Int64Array, RopeSpec
 
 PIECE = 512
-_NODES_PER_LAYER = 12
+_NODES_PER_LAYER = 16
 _BUFFER = "rotating K rows"
 
 
@@ -130,7 +132,8 @@ class RotationGraph:
         heads = nodes.reshape_3d(rows, layer.head_dim_k, layer.n_head_kv, self._n)
         pure = magnitude_inverse(layer.rope)
         rotated = nodes.rope(nodes.mix(heads, mixed), self._shifts, layer.rope, pure)
-        flat = nodes.flat(nodes.mix(rotated, mixed))
+        largest = spec.type_k.largest
+        flat = nodes.clamp(nodes.flat(nodes.mix(rotated, mixed)), -largest, largest)
         out = nodes.new_tensor_2d(tensor_at(tensor).type, layer.n_embd_k, self._n)
         self._api.ggml_set_output(out)  # nothing else may use its memory
         nodes.run_first(nodes.set_rows(out, flat, self._cells))

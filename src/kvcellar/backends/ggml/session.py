@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.binding import Ggml, GraphPlan, byte_test
 from kvcellar.backends.memory import aligned, check_available
 from kvcellar.errors import AllocationError, ClosedError
@@ -31,22 +32,6 @@ from kvcellar.types import ByteArray
 _POLL = 0.02
 _LONGEST_END = 0.5
 """Seconds that threads which have nothing left to do may take to end."""
-
-
-class Stop:
-    """A flag that C code looks at."""
-
-    def __init__(self) -> None:
-        self._bytes = (c.c_char * 2)()
-
-    def set(self) -> None:
-        """Ask what looks at it to end."""
-        self._bytes[0] = b"\1"
-
-    @property
-    def address(self) -> int:
-        """Where its byte is; the one behind it is zero."""
-        return c.addressof(self._bytes)
 
 
 class Turn(Protocol):

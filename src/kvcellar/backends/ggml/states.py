@@ -157,6 +157,7 @@ def short_conv(
     assert store.spec.layers[layer].n_conv == (k - 1) * d
     row = tensor_at(x).nb[1]
     steps = n // n_seqs
+    nodes.watch(x)  # what the state will be made of
     new = nodes.transpose(nodes.view_3d(x, d, steps, n_seqs, row, row * steps, 0))
     if k == 1:
         columns = nodes.cont(new)
@@ -196,7 +197,9 @@ def ssm_scan(
     new = nodes.view_2d(both, n_ssm, n_seqs, n_ssm * _FLOAT, d * n_head * n * _FLOAT)
     nodes.run_first(nodes.set_rows(state, new, inputs.targets))
     head = d * _FLOAT
-    return nodes.view_3d(both, d, n_head, n, head, head * n_head, 0)
+    y = nodes.view_3d(both, d, n_head, n, head, head * n_head, 0)
+    nodes.watch(y)  # a state that is not finite makes its products with c so
+    return y
 
 
 def _by_seq(nodes: Nodes, x: int, n_seqs: int) -> int:

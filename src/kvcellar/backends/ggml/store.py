@@ -14,14 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.checks import check_types
+from kvcellar.backends.checks import check_rows, check_types, not_finite
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_buffer_types
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.rotation import Rotation
 from kvcellar.backends.hadamard import transform
 from kvcellar.errors import ClosedError, NotSupported, OptionError, not_copied
-from kvcellar.types import ByteArray, CacheSpec, Float32Array, Int32Array, Int64Array, KVType
+from kvcellar.types import (
+    ByteArray,
+    CacheSpec,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    KVType,
+    finite_rows,
+    overflowed,
+)
 
 
 class _Held(NamedTuple):
@@ -95,11 +104,14 @@ class GgmlStore:
         return self._buffers.v
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
-        """Store f32 rows, converted to the store's types."""
+        """Store f32 rows, converted to the store's types; ComputeError unless all are finite."""
         spec = self.spec
-        k, v = transform(k, spec.hadamard_k(layer)), transform(v, spec.hadamard_v(layer))
-        self._buffers.rows["k"][layer].put(cells, to_rows(k, spec.type_k))
-        self._buffers.rows["v"][layer].put(cells, to_rows(v, spec.type_v))
+        rows_k = to_rows(transform(k, spec.hadamard_k(layer)), spec.type_k)
+        rows_v = to_rows(transform(v, spec.hadamard_v(layer)), spec.type_v)
+        check_rows(spec, layer, "k", k, rows_k)
+        check_rows(spec, layer, "v", v, rows_v)
+        self.write_raw(layer, "k", cells, rows_k)
+        self.write_raw(layer, "v", cells, rows_v)
 
     def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
         """The rows of cells as f32."""
@@ -116,6 +128,25 @@ class GgmlStore:
     def write_raw(self, layer: int, part: Part, cells: Int64Array, rows: ByteArray) -> None:
         """Store rows that :meth:`read_raw` returned, bit for bit."""
         self._buffers.rows[part][layer].put(cells, rows)
+
+    def all_finite(self, cells: Int64Array) -> bool:
+        """Whether K and V of cells, at least one, are finite in every layer."""
+        return self._buffers.all_finite(cells)
+
+    def check_layer(self, layer: int, cells: Int64Array) -> None:
+        """Check what a graph wrote into cells in one layer.
+
+        Raises:
+            ComputeError: a row is not finite; says which.
+        """
+        spec = self.spec
+        parts: tuple[tuple[Part, KVType], ...] = (("k", spec.type_k), ("v", spec.type_v))
+        for part, kind in parts:
+            rows = self.read_raw(layer, part, cells)
+            is_finite = finite_rows(rows, kind)
+            if not is_finite.all():
+                row = int(np.argmin(is_finite))
+                raise not_finite(spec, layer, part, row, overflows=overflowed(rows[row], kind))
 
     def copy(self, src: Int64Array, dst: Int64Array) -> None:
         """Copy K and V rows in every layer, bit for bit."""

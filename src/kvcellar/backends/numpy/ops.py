@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcellar.backends.base import GraphTimes, KVStore
-from kvcellar.backends.checks import check_learned
+from kvcellar.backends.checks import check_learned, check_states
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Forward, Routing
 from kvcellar.errors import NotSupported
@@ -206,7 +206,10 @@ class NumpyOps:
     def short_conv(self, layer: int, x: Float32Array, weight: Float32Array) -> Float32Array:
         """Causal convolution of each channel along each sequence."""
         states, plan = self._recurrent()
-        return short_conv(plan, states.conv(self._spec.places[layer].state), x, weight)
+        rows = states.conv(self._spec.places[layer].state)
+        y = short_conv(plan, rows, x, weight)
+        check_states(rows[plan.targets], layer)
+        return y
 
     def ssm_scan(
         self,
@@ -219,7 +222,10 @@ class NumpyOps:
     ) -> Float32Array:
         """Mamba's recurrence."""
         states, plan = self._recurrent()
-        return ssm_scan(plan, states.ssm(self._spec.places[layer].state), x, dt, a, b, c)
+        rows = states.ssm(self._spec.places[layer].state)
+        y = ssm_scan(plan, rows, x, dt, a, b, c)
+        check_states(rows[plan.targets], layer)
+        return y
 
     def outputs(self, x: Float32Array) -> Float32Array:
         """The rows whose logits are wanted."""

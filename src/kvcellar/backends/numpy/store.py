@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.checks import check_types
+from kvcellar.backends.checks import check_rows, check_types
 from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.numpy.gguf import quants
@@ -81,9 +81,11 @@ class NumpyStore:
         return buffers
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
-        """Store f32 rows, converted to the store's types."""
-        self._write(layer, "k", cells, k)
-        self._write(layer, "v", cells, v)
+        """Store f32 rows, converted to the store's types; ComputeError unless all are finite."""
+        rows_k = self._converted(layer, "k", k)
+        rows_v = self._converted(layer, "v", v)
+        self.write_raw(layer, "k", cells, rows_k)
+        self.write_raw(layer, "v", cells, rows_v)
 
     def read(self, layer: int, part: Part, cells: Int64Array) -> Float32Array:
         """The rows of cells as f32."""
@@ -109,6 +111,7 @@ class NumpyStore:
         """Rotate each K row of cells by its shift, in every layer with RoPE.
 
         A pure rotation: the magnitude that a key got when it was computed is not applied again.
+        What would overflow becomes the largest value of the type, as in ggml's store.
         """
         for i, layer in enumerate(self.spec.layers):
             if layer.rope is not None:
@@ -121,7 +124,8 @@ class NumpyStore:
             keys = self.read(layer, "k", cells[moved])
             heads = keys.reshape(-1, shape.n_head_kv, shape.head_dim_k)
             turned = rotated(heads, shifts[moved], shape.rope).reshape(keys.shape)
-            rows[moved] = self._to_rows(layer, "k", turned)
+            mixed, kind = transform(turned, self._hadamard(layer, "k")), self.spec.type_k
+            rows[moved] = to_rows(mixed.clip(-kind.largest, kind.largest), kind)
         return rows
 
     def wipe(self, cells: Int64Array) -> None:
@@ -150,11 +154,11 @@ class NumpyStore:
         """Free the buffers; closing twice is fine."""
         self._held = self._held._replace(buffers=None)
 
-    def _write(self, layer: int, part: Part, cells: Int64Array, rows: Float32Array) -> None:
-        self.write_raw(layer, part, cells, self._to_rows(layer, part, rows))
-
-    def _to_rows(self, layer: int, part: Part, rows: Float32Array) -> ByteArray:
-        return to_rows(transform(rows, self._hadamard(layer, part)), self._kind(part))
+    def _converted(self, layer: int, part: Part, values: Float32Array) -> ByteArray:
+        mixed = transform(values, self._hadamard(layer, part))
+        rows = to_rows(mixed, self._kind(part))
+        check_rows(self.spec, layer, part, values, rows)
+        return rows
 
     def _kind(self, part: Part) -> KVType:
         return self.spec.type_k if part == "k" else self.spec.type_v

@@ -192,6 +192,8 @@ def _take(cursor: Cursor, n: int, row_bytes: int, what: str) -> ByteArray:
 
 
 _MAX_NAME = 256
+_MAX_STREAMS = 4096
+"""More than llama.cpp's sequences; empty ones take less room in a file than in memory."""
 
 
 def read_llama_file(data: bytes, spec: MemorySpec) -> LlamaFile:
@@ -246,8 +248,7 @@ def _read_body(
     parts = []
     for part in shape.parts:
         n_streams = 1 if is_old else cursor.u32("a number of streams")
-        # An empty stream takes 4 bytes.
-        cursor.require(0 < n_streams <= cursor.n_left // 4, f"{n_streams} streams")
+        cursor.require(0 < n_streams <= _MAX_STREAMS, f"{n_streams} streams")
         streams: list[Stream] = [read_stream(cursor, part, is_old) for _ in range(n_streams)]
         parts.append(tuple(streams))
     states = None if shape.states is None else read_states(cursor, shape)

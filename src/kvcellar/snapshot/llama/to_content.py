@@ -1,7 +1,7 @@
 """From a state file of llama.cpp to content that a cache can import.
 
 A file has no checksum, and says little of the model it is of. What it says is compared with the
-model; K, V and states must be finite, because one NaN would reach the logits of every sequence.
+model. Whether K, V and states are finite is left to the check of contents.
 
 Here sequences are numbered 0, 1, …, the streams of a part are merged in the order of positions, and
 layers with a window are cut to what the window needs: llama.cpp writes what its cache happens to
@@ -43,18 +43,9 @@ from kvcellar.types import (
     Float32Array,
     Int32Array,
     Int64Array,
-    KVType,
     MemorySpec,
     StateSpec,
 )
-
-_EXPONENT = {
-    KVType.F32: ("<u4", 0x7F800000),
-    KVType.F16: ("<u2", 0x7C00),
-    KVType.BF16: ("<u2", 0x7F80),
-}
-_SCALE_BYTES = {KVType.Q4_1: 4, KVType.Q5_1: 4}
-"""Where a block begins with a scale and a minimum; the others have a scale of 2 bytes."""
 
 Texts: TypeAlias = "tuple[Int32Array, ...]"
 """Where the tokens of each sequence stand, ascending."""
@@ -73,7 +64,7 @@ def to_content(file: LlamaFile, spec: MemorySpec, arch: str, n_vocab: int) -> Re
 
     Raises:
         SnapshotMismatch: it is of another model, of other types, or holds too little.
-        SnapshotFileError: it contradicts itself, or K, V or states are not finite.
+        SnapshotFileError: it contradicts itself.
         NotSupported: the file does not say enough about its rows.
     """
     if file.arch is not None and file.arch != arch:
@@ -161,7 +152,6 @@ def _values(states: FileStates) -> Float32Array:
     """Return the states as rows: layer by layer the last inputs, then the state proper."""
     blocks = [b.rows for pair in zip(states.conv, states.ssm, strict=True) for b in pair]
     rows = np.ascontiguousarray(np.concatenate(blocks, axis=1))
-    check_finite("states", KVType.F32, rows)
     values: Float32Array = rows.view(np.float32)
     return values
 
@@ -338,29 +328,12 @@ def check_part(
 
     Raises:
         SnapshotMismatch: of another type or size, or quantised in another way.
-        SnapshotFileError: not finite.
     """
     alike = transforms_alike(spec, file.version)
     for stream in streams:
         for name, blocks in (("K", stream.k), ("V", stream.v)):
             for block, (group, layer) in zip(blocks, shape.layers, strict=False):
                 _check_block(name, block, spec.groups[group], layer, alike)
-
-
-def check_finite(what: str, kind: KVType, rows: ByteArray) -> None:
-    """Check that no value, or scale of values, is NaN or infinite.
-
-    Raises:
-        SnapshotFileError: one is.
-    """
-    if kind.is_quantized:
-        size = _SCALE_BYTES.get(kind, 2)
-        rows = rows.reshape(-1, kind.block_bytes)[:, :size]
-        kind = KVType.F16
-    dtype, exponent = _EXPONENT[kind]
-    bits = np.ascontiguousarray(rows).view(dtype) & exponent
-    if bool((bits == exponent).any()):
-        raise SnapshotFileError(f"llama.cpp's file: {what} are not finite: it is damaged")
 
 
 def transforms_alike(spec: MemorySpec, version: int) -> bool:
@@ -394,4 +367,3 @@ def _check_block(name: str, block: LayerRows, spec: CacheSpec, layer: int, alike
     if not alike and differs_untransformed(spec, layer)[0 if is_k else 1]:
         hint = "compute the text again, or save f16 in llama.cpp"
         raise SnapshotMismatch(f"{kind.label} {name}", "as it is", "under a transform", hint)
-    check_finite(f"{name} rows", kind, block.rows)

@@ -52,19 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(some: list[str]) -> list[Result]:
         stages = [f"{STAGE}{args.models}|{name}" for name in some]
-        results = run_stages(stages, plan, progress.trial, args.deadline)
+        results = run_stages(stages, plan, progress.trial, args.deadline, tell)
         for name, result in zip(some, results, strict=True):
             result.stage = name
         return results
+
+    def tell(result: Result) -> None:
+        if args.json:
+            stage = result.stage.rpartition("|")[2]
+            print(json.dumps({**asdict(result), "stage": stage}), flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         parts = pool.map(run, split(names, args.jobs))
         results = [result for part in parts for result in part]
     results.sort(key=lambda result: names.index(result.stage))
     progress.clear()
-    if args.json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-    else:
+    if not args.json:
         print_table(results)
         print_causes(results)
     return int(any(result.faults for result in results))
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="moves points and moments")
     add("--jobs", type=int, default=n_processors(), help="processes side by side")
     add("--deadline", type=float, default=30.0, help="seconds that a trial may take")
-    add("--json", action="store_true", help="everything, as JSON")
+    add("--json", action="store_true", help="a line of JSON for each stage as it is done")
     return parser
 
 

@@ -177,10 +177,11 @@ class Opened:
 
     def __init__(self, scene: Scene, models: Path) -> None:
         self.scene = scene
-        path = models / scene.file
-        if not scene.file:
-            self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-interrupts-")
-            path = Path(self._folder.name) / "tiny.gguf"
+        self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-interrupts-")
+        path = Path(self._folder.name) / "model.gguf"
+        if scene.file:  # a hash is kept beside it, and reference data are not to change
+            path.symlink_to((models / scene.file).resolve())
+        else:
             path.write_bytes(TinyLlama().to_bytes())
         self.model = Model.from_gguf(path, n_threads=1, backend=scene.backend)
         self.model.tokenizer = letters(self.model.spec.n_vocab)

@@ -18,8 +18,10 @@ real one, under the same exception table:
 3. Every Python frame below the operation counts, those of the standard library and of NumPy too:
    ``contextlib`` can be interrupted before it resumes a generator.
 
-A place is found again by its number among the calls and the instructions of that call, so an
-operation has to take the same way each time; one that does not is counted as *drifted*.
+A place is found again by its number, so an operation has to take the same way each time; one that
+does not is counted as *drifted*. Up to Python 3.11 a trace function follows an operation, from 3.12
+on `sys.monitoring`, where a location that looks at nothing tells of itself only once. From 3.13 on,
+CPython looks before it tells of an entry: the exception comes at the next place then.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Act: TypeAlias = Callable[[], object]
 Tracer: TypeAlias = Callable[[FrameType, str, Any], Any]
@@ -111,7 +113,20 @@ class AtPoint:
 
     def send(self, act: Act) -> Sent:
         """Run the operation and send it."""
-        return _caught(act, self._enter, lambda: (self._asked, self._drifted))
+        if sys.version_info >= (3, 12):
+            watch: Watch = MonitoredLooks(self._monitored)
+        else:
+            watch = Traced(self._enter)
+        return _caught(act, watch, lambda: (self._asked, self._drifted))
+
+    def _monitored(self, look: Look) -> Request | None:
+        if self._asked:
+            return self._count(look)
+        if look.number != self._point.call:
+            return None
+        self._asked += 1
+        self._drifted = look.site != self._point.site
+        return self._request
 
     def _enter(self, frame: FrameType, event: str, _: object) -> Tracer | None:
         if event != "call":
@@ -142,20 +157,20 @@ class AtPoint:
         if self._left is None:
             sys.settrace(None)
             return None
-        looks = Looks(self._count)
+        looks = TracedLooks(self._count)
         outer: FrameType | None = frame
         while outer is not None and not outer.f_code.co_filename.startswith(OWN):
             outer.f_trace = _instructions(outer, looks.instruction)
             outer = outer.f_back
-        sys.settrace(looks.enter)
+        looks.start()
         return looks.instruction
 
-    def _count(self, *_: object) -> Request | None:
-        assert self._left is not None
+    def _count(self, _: Look) -> Request | None:
+        if self._left is None:
+            return None
         self._left -= 1
         if self._left != -1:
             return None
-        sys.settrace(None)
         self._asked += 1
         return self._request
 
@@ -190,63 +205,177 @@ def ask_thread(thread: int, kind: type[BaseException]) -> Callable[[], object]:
     return partial(_set_async_exc, thread, kind)
 
 
-class Looks:
-    """Follows a run and tells of every look at the eval breaker.
+class Look(NamedTuple):
+    """A look at the eval breaker that is about to come.
 
-    Args:
-        tell: called before each with the number of the entry, of the instruction, and the frame;
-            what it returns is asked for.
+    Attributes:
+        number: how many were before.
+        call: the number of the entry of the frame among all; -1: before anything was followed.
+        step: the number of the instruction among those of this entry; -1: the entry itself.
+        code: what runs.
+        offset: the instruction; -1: the entry.
     """
 
-    def __init__(self, tell: Callable[[int, int, FrameType], Request | None]) -> None:
+    number: int
+    call: int
+    step: int
+    code: CodeType
+    offset: int
+
+    @property
+    def site(self) -> tuple[str, int, int]:
+        """What different runs of the same instruction have in common."""
+        return self.code.co_filename, line_of(self.code, self.offset), self.offset
+
+
+Tell: TypeAlias = Callable[[Look], "Request | None"]
+"""Called before each look; what it returns is asked for."""
+
+
+class Watch(Protocol):
+    """Follows what runs between start and stop."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End."""
+
+
+class Traced:
+    """Has a trace function called."""
+
+    def __init__(self, enter: Tracer) -> None:
+        self._enter = enter
+
+    def start(self) -> None:
+        """Begin."""
+        sys.settrace(self._enter)
+
+    def stop(self) -> None:
+        """End."""
+        sys.settrace(None)
+
+
+class TracedLooks(Traced):
+    """Tells of every look of this thread, by a trace function."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(self._note_entry)
         self._tell = tell
-        self._n_calls = 0
+        self._n_calls = self._n_looks = 0
         self._just_called = False
 
-    def enter(self, frame: FrameType, event: str, _: object) -> Tracer | None:
-        """Note an entry."""
+    def _note_entry(self, frame: FrameType, event: str, _: object) -> Tracer | None:
         if event != "call":
             return None
         call, just_called = self._n_calls, self._just_called
         self._n_calls, self._just_called = call + 1, False
-        if frame.f_code.co_filename.startswith(OWN):
+        code, step = frame.f_code, 0
+        if code.co_filename.startswith(OWN):
             return None
-        looks, step = places(frame.f_code), 0
+        looks = places(code)
 
         def instruction(frame: FrameType, event: str, _: object) -> Tracer:
             nonlocal step
             if event == "opcode":
                 step += 1
-                self._just_called = frame.f_lasti in looks
-                if self._just_called and (request := self._tell(call, step - 1, frame)):
+                offset = frame.f_lasti
+                self._just_called = offset in looks
+                if self._just_called and (request := self._look(call, step - 1, code, offset)):
                     _ = -request
             return instruction
 
         _instructions(frame, instruction)
-        if not just_called and (request := self._tell(call, -1, frame)):  # rule 2
+        if not just_called and (request := self._look(call, -1, code, -1)):  # rule 2
             _ = -request
         return instruction
 
     def instruction(self, frame: FrameType, event: str, _: object) -> Tracer:
         """Note an instruction of a frame that was entered before."""
         if event == "opcode":
-            self._just_called = frame.f_lasti in places(frame.f_code)
-            if self._just_called and (request := self._tell(-1, -1, frame)):
+            code, offset = frame.f_code, frame.f_lasti
+            self._just_called = offset in places(code)
+            if self._just_called and (request := self._look(-1, -1, code, offset)):
                 _ = -request
         return self.instruction
+
+    def _look(self, call: int, step: int, code: CodeType, offset: int) -> Request | None:
+        self._n_looks += 1
+        return self._tell(Look(self._n_looks - 1, call, step, code, offset))
+
+
+if sys.version_info >= (3, 12):
+    MONITORING = sys.monitoring
+    EVENTS = MONITORING.events
+    TOOL = MONITORING.PROFILER_ID
+
+    class MonitoredLooks:
+        """Tells of every look of this thread, by what CPython tells tools."""
+
+        def __init__(self, tell: Tell) -> None:
+            self._tell = tell
+            self._thread = threading.get_ident()
+            self._n_looks = 0
+            self._just_called = False
+
+        def start(self) -> None:
+            """Begin."""
+            MONITORING.use_tool_id(TOOL, "kvcellar interrupts")
+            for event in (EVENTS.PY_START, EVENTS.PY_RESUME):
+                MONITORING.register_callback(TOOL, event, self._entry)
+            MONITORING.register_callback(TOOL, EVENTS.INSTRUCTION, self._instruction)
+            MONITORING.set_events(TOOL, EVENTS.PY_START | EVENTS.PY_RESUME | EVENTS.INSTRUCTION)
+
+        def stop(self) -> None:
+            """End."""
+            MONITORING.set_events(TOOL, 0)
+            MONITORING.free_tool_id(TOOL)
+
+        def _entry(self, code: CodeType, offset: int) -> object:  # noqa: ARG002
+            just_called, self._just_called = self._just_called, False
+            if code.co_filename.startswith(OWN) or threading.get_ident() != self._thread:
+                return None
+            if not just_called and (request := self._look(-1, code, -1)):  # rule 2
+                _ = -request
+            return None
+
+        def _instruction(self, code: CodeType, offset: int) -> object:
+            if code.co_filename.startswith(OWN) or offset not in places(code):
+                return MONITORING.DISABLE
+            if threading.get_ident() == self._thread:
+                self._just_called = True
+                if request := self._look(0, code, offset):
+                    _ = -request
+            return None
+
+        def _look(self, step: int, code: CodeType, offset: int) -> Request | None:
+            number = self._n_looks
+            self._n_looks += 1
+            return self._tell(Look(number, number, step, code, offset))
+
+    AllLooks = MonitoredLooks
+else:
+    AllLooks = TracedLooks
 
 
 def record(act: Act) -> tuple[list[Point], BaseException | None]:
     """Run an operation; return the points that it passes, and what it raises."""
     points: list[Point] = []
 
-    def note(call: int, step: int, frame: FrameType) -> None:
-        code, offset = frame.f_code, frame.f_lasti if step >= 0 else -1
+    def note(look: Look) -> None:
+        code, line = look.code, line_of(look.code, look.offset)
         name = getattr(code, "co_qualname", code.co_name)
-        points.append(Point(call, step, offset, code.co_filename, frame.f_lineno, name))
+        points.append(Point(look.call, look.step, look.offset, code.co_filename, line, name))
 
-    sent = _caught(act, Looks(note).enter, lambda: (0, False))
+    sent = _caught(act, AllLooks(note), lambda: (0, False))
     return points, sent.error
+
+
+def line_of(code: CodeType, offset: int) -> int:
+    """Return the line of an instruction, of an entry the first."""
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return next(lines, None) or code.co_firstlineno
 
 
 def spread(points: Sequence[Point], most: int, offset: int = 0) -> list[int]:
@@ -258,7 +387,8 @@ def spread(points: Sequence[Point], most: int, offset: int = 0) -> list[int]:
     if len(chosen) <= most:
         return chosen
     # an offset of its own for each seed, so that several runs pass all of them
-    return [chosen[(i * len(chosen) + offset % len(chosen)) // most] for i in range(most)]
+    start = offset * most % len(chosen)
+    return [chosen[(i * len(chosen) + start) // most] for i in range(most)]
 
 
 def short(file: str) -> str:
@@ -299,17 +429,17 @@ def _instructions(frame: FrameType, tracer: Tracer) -> Tracer:
     return tracer
 
 
-def _caught(act: Act, enter: Tracer, told: Callable[[], tuple[int, bool]]) -> Sent:
-    """Run an operation under a tracer; garbage is left alone, so that runs are alike."""
+def _caught(act: Act, watch: Watch, told: Callable[[], tuple[int, bool]]) -> Sent:
+    """Run an operation and follow it; garbage is left alone, so that runs are alike."""
     error: BaseException | None = None
     was = gc.isenabled()
     gc.disable()
     try:
-        sys.settrace(enter)
+        watch.start()
         try:
             act()
         finally:
-            sys.settrace(None)
+            watch.stop()
     except BaseException as caught:
         error = caught
     late = error is None and _is_pending()

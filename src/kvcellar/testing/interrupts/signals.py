@@ -25,7 +25,9 @@ from types import FrameType
 
 from kvcellar.testing.interrupts.points import Act, Interrupt, Request, Sent, ask_thread
 
-KINDS = ("sigint", "alarm", "twice", "async")
+KINDS = ("sigint", "alarm", "twice", "async") if hasattr(signal, "setitimer") else ("async",)
+"""Windows has no timer that sends a signal, and cannot send Ctrl-C to one process."""
+
 SWITCH = 2e-5
 """Seconds after which a thread lets others go on, so that theirs come when they should."""
 
@@ -87,8 +89,7 @@ class AtMoment:
         """Set everything going; return what takes it back."""
         if self._kind in ("alarm", "twice"):
             before = signal.signal(signal.SIGALRM, self._on_alarm)
-            between = self._between if self._kind == "twice" else 0.0
-            signal.setitimer(signal.ITIMER_REAL, self._delay, between)
+            signal.setitimer(signal.ITIMER_REAL, self._delay)
 
             def stop() -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -112,8 +113,8 @@ class AtMoment:
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._left -= 1
-        if self._left <= 0:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._left > 0:  # one at a time: a timer that repeats so fast lets nothing else run
+            signal.setitimer(signal.ITIMER_REAL, self._between)
         if self._live:
             self._asked += 1
             raise Interrupt

@@ -170,11 +170,12 @@ class Trial:
 
     Attributes:
         name: by which it can be repeated.
-        outcome: "before", "between", "after", "late", "drifted" (besides), or "fault".
+        outcome: "before", "between", "after", "late" or "fault".
         kind: the kind of fault.
         detail: what is wrong.
         site: where the exception came.
         within: the library's functions around that, the innermost first.
+        drifted: whether the exception came elsewhere than planned.
         alone: whether the fault came again on a new stage.
     """
 
@@ -190,7 +191,17 @@ class Trial:
 
 @dataclass(slots=True)
 class Trials:
-    """Goes through a plan on a stage."""
+    """Goes through a plan on a stage.
+
+    Attributes:
+        stage: what the operation is done on.
+        plan: which trials.
+        points: those of the operation as it goes when it was done before.
+        new: those when everything is new.
+        seconds: how long it takes.
+        ignored: what Python had to ignore during the last trial.
+        is_beyond_repair: whether the stage cannot be renewed, so that another process has to go on.
+    """
 
     stage: Stage
     plan: Plan
@@ -198,6 +209,7 @@ class Trials:
     new: list[Point] = field(default_factory=list)
     seconds: float = 0.0
     ignored: list[str] = field(default_factory=list)
+    is_beyond_repair: bool = False
     _since: int = 0
 
     def learn(self) -> list[str]:
@@ -215,25 +227,28 @@ class Trials:
         return self.plan.names(self.points, self.new)
 
     def run(self, names: list[str]) -> Iterator[Trial]:
-        """Run the trials of these names."""
+        """Run the trials of these names, until the stage cannot be renewed any more."""
         for name in names:
             trial = self._run(name)
-            if trial.outcome == "fault":
-                trial.alone = self._again(name).outcome == "fault"
-                self.stage.renew(broken=True)
-                self._warm()
-            elif trial.drifted:
-                trial = self._again(name)
+            if trial.outcome == "fault" and self._renewed():
+                trial.alone = self._run(name).outcome == "fault"
+                self._renewed()
+            elif trial.drifted and self._renewed():
+                trial = self._run(name)
                 if trial.outcome == "fault":
-                    self.stage.renew(broken=True)
-                    self._warm()
+                    self._renewed()
             yield trial
+            if self.is_beyond_repair:
+                return
 
-    def _again(self, name: str) -> Trial:
-        """Run a trial where nothing was interrupted before."""
-        self.stage.renew(broken=True)
-        self._warm()
-        return self._run(name)
+    def _renewed(self) -> bool:
+        """Throw the stage away and warm a new one; return whether that can be done."""
+        try:
+            self.stage.renew(broken=True)
+            self._warm()
+        except Exception:
+            self.is_beyond_repair = True
+        return not self.is_beyond_repair
 
     def _warm(self) -> None:
         """Do the operation until it goes as it always will, with all that is kept."""

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def run_stages(
     plan: Plan,
     tell: Callable[[Trial], object] = lambda _: None,
     deadline: float = DEADLINE,
+    done: Callable[[Result], object] = lambda _: None,
 ) -> list[Result]:
     """Run a plan on stages one after the other, in as many processes as it takes.
 
@@ -77,13 +79,17 @@ def run_stages(
         plan: which trials.
         tell: called with each trial.
         deadline: seconds that one may take.
+        done: called with each stage's result.
     """
     jobs = [Job(Result(stage), plan) for stage in stages]
     while todo := [job for job in jobs if not job.is_done]:
         with _Worker(todo, deadline) as worker:
             for job, trial in _follow(worker, todo):
-                job.result.trials.append(trial)
-                tell(trial)
+                if trial is not None:
+                    job.result.trials.append(trial)
+                    tell(trial)
+                elif job.is_done:
+                    done(job.result)
     return [job.result for job in jobs]
 
 
@@ -97,7 +103,8 @@ class Job:
         is_done: whether nothing is.
         current: the trial that goes on.
         site: where that one is interrupted.
-        n_deaths: how many processes have died of it.
+        is_told: whether that one's outcome is known.
+        n_deaths: how many processes have ended before the plan did.
     """
 
     result: Result
@@ -105,6 +112,7 @@ class Job:
     is_done: bool = False
     current: str = "(learning)"
     site: str = ""
+    is_told: bool = False
     n_deaths: int = 0
     names: list[str] | None = None
 
@@ -117,13 +125,16 @@ class Job:
                 self.names, self.result.n_points = told["names"], told["points"]
                 self.result.n_planned = len(told["names"])
         elif "begin" in told:
-            self.current, self.site = told["begin"], told["site"]
+            self.current, self.site, self.is_told = told["begin"], told["site"], False
         elif "end" in told:
             self.is_done = True
-        return Trial(**told["trial"]) if "trial" in told else None
+        if "trial" not in told:
+            return None
+        self.is_told = True
+        return Trial(**told["trial"])
 
-    def died(self, kind: str, detail: str) -> Trial:
-        """Take note that the worker is dead; what is left is what comes behind the trial."""
+    def died(self, kind: str, detail: str) -> Trial | None:
+        """Take note that the worker is dead; go on behind the trial, which is returned."""
         self.n_deaths += 1
         left = self.names or []
         left = left[left.index(self.current) + 1 :] if self.current in left else []
@@ -131,34 +142,36 @@ class Job:
         self.is_done = not left or self.n_deaths >= MAX_DEATHS
         if self.is_done and left:
             detail += f"; {self.n_deaths} processes died, given up"
-        return Trial(self.current, "fault", kind, detail, self.site)
+        return None if self.is_told else Trial(self.current, "fault", kind, detail, self.site)
 
 
-def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial]]:
-    """Yield the trials of a worker as they end, and what it died of if it did."""
+def _follow(worker: _Worker, jobs: Sequence[Job]) -> Iterator[tuple[Job, Trial | None]]:
+    """Yield the trials of a worker as they end, and what it died of if it did; None: it told."""
     job = jobs[0]
-    job.current, job.site = "(learning)", ""
+    job.current, job.site, job.is_told = "(learning)", "", False
     for told in worker.lines():
         if "stage" in told:
             job = next(one for one in jobs if one.result.stage == told["stage"])
-            job.current, job.site = "(learning)", ""
-        if (trial := job.heard(told)) is not None:
-            yield job, trial
+            job.current, job.site, job.is_told = "(learning)", "", False
+        yield job, job.heard(told)
     if not job.is_done:
         yield job, job.died(*worker.death())
+        yield job, None
 
 
 class _Worker:
     """A process that runs a plan, and what is left of it."""
 
     def __init__(self, jobs: Sequence[Job], deadline: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvcellar-", ignore_cleanup_errors=True)
+        folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), self._folder.name)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed on exit)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env={**os.environ, **folders, "PYTHONHASHSEED": "0"},
             text=True,
         )
         assert self._process.stdin is not None
@@ -196,11 +209,13 @@ class _Worker:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._errors.close()
+        self._folder.cleanup()
 
 
 def work() -> None:
     """Be a worker."""
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print does not come between the lines
 
@@ -235,6 +250,8 @@ def _work_on(name: str, plan: Plan, deadline: float, tell: Callable[..., None]) 
         tell(begin=one, site=trials.site(one))
         for trial in trials.run([one]):
             tell(trial=asdict(trial))
+        if trials.is_beyond_repair:
+            os._exit(0)  # the next process goes on
     faulthandler.cancel_dump_traceback_later()
     with suppress(Exception):
         stage.close()

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.jit.attention_shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
 from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, processor, why_not
 from kvcellar.backends.memory import scratch
@@ -45,6 +46,7 @@ class Work(c.Structure):
         ("counters", c.c_void_p),  # i32 [n_tokens, n_head_kv], items that are done
         ("threads", c.c_void_p),  # [n_threads, thread_bytes]
         ("thread_bytes", c.c_int64),
+        ("stop", c.c_void_p),  # a byte: whether to end early
     )
 
 
@@ -137,10 +139,14 @@ class AttentionKernel:
         """Forget what a computation that did not end has counted; :meth:`load` begins anew."""
         self._arrays.pop("counters", None)
 
-    def load(self, lists: CellLists) -> None:
+    def load(self, lists: CellLists, stop: Stop | None = None) -> None:
         """Set the lists that the next graph reads, and all that its nodes find through their task.
 
         Every pointer is set: one that was interrupted may have left an array without its pointer.
+
+        Args:
+            lists: the lists.
+            stop: ends the next graph early; None: nothing does.
 
         Raises:
             AllocationError: the memory that they take to work on cannot be had.
@@ -172,6 +178,8 @@ class AttentionKernel:
         arrays.update(zip(_PER_TOKEN, own, strict=True))
         for field, array in arrays.items():
             setattr(self._work, field, array.ctypes.data)
+        self._stop = stop or Stop()
+        self._work.stop = self._stop.address
 
     def _reserve(self, field: str, n: int) -> None:
         """Allocate zeros for a field, at least n values of four bytes."""
