@@ -243,7 +243,11 @@ class LayerSpec:
         if self.rope is not None:
             check_kind("rope", self.rope, RopeSpec)
         if self.v_offset is not None:
-            _set(self, "v_offset", check_range("v_offset", self.v_offset, 0, MAX_POSITION))
+            _set(
+                self,
+                "v_offset",
+                check_range("v_offset", self.v_offset, -MAX_POSITION, MAX_POSITION),
+            )
 
     @property
     def n_embd_k(self) -> int:

@@ -128,7 +128,7 @@ class TestRefusals:
     def test_policies(self) -> None:
         with pytest.raises(OptionError, match="every=0"):
             CheckpointPolicy(every=0)
-        with pytest.raises(OptionError, match="n_max is -1"):
+        with pytest.raises(OptionError, match="n_max=-1"):
             CheckpointBudget(-1)
 
 

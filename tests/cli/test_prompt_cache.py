@@ -141,7 +141,7 @@ def test_a_full_cache_keeps_what_came(invoke: Invoke, talker: Path, filled: Path
         (["--cache-ttl", "7d"], "--cache-ttl needs --prompt-cache"),
         (["--prompt-cache", "{}", "--cache-bytes", "1X"], "--cache-bytes '1X'"),
         (["--prompt-cache", "redis://x", "--cache-ttl", "7"], "--cache-ttl '7': give an age"),
-        (["--prompt-cache", "redis://127.0.0.1:1", "--cache-ttl", "0s"], "ttl_s 0"),
+        (["--prompt-cache", "redis://127.0.0.1:1", "--cache-ttl", "0s"], "ttl_s=0"),
         (["--prompt-cache", "redis://x", "--cache-ttl", "99999999999999w"], "at most 36500d"),
         (["--prompt-cache", "{}", "--cache-bytes", "9" * 400], "at most 1048576T"),
         (["--prompt-cache", "{}", "--cache-ttl", "7d"], "gc --older-than"),

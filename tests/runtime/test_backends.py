@@ -25,7 +25,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="backend='torch': one of ggml, numpy"):
+    with pytest.raises(OptionError, match="backend='torch': must be one of 'ggml', 'numpy'"):
         Model.from_gguf(tmp_path / "x.gguf", backend="torch")
 
 

@@ -191,7 +191,7 @@ class Tokenizer:
             TokenizerError: no such token.
         """
         stream = self.detokenizer(skip_special=skip_special, continuing=continuing)
-        parts = [stream.push(token) for token in check_integers("ids", ids, TokenizerError)]
+        parts = [stream.push(token) for token in check_integers("token ids", ids, TokenizerError)]
         return "".join(parts) + stream.finish()
 
     def detokenizer(self, *, skip_special: bool = True, continuing: bool = False) -> Detokenizer:
