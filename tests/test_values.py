@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import pkgutil
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -188,6 +189,8 @@ def example(hint: Any) -> Any:
     if origin is np.ndarray:
         dtype = get_args(args[1])[0]
         return np.ones(2, dtype=np.uint8 if dtype is Any else dtype)
+    if origin is abc.Callable:
+        return len
     if origin is not None:
         return {"key": 1} if issubclass(origin, Mapping) else [example(arg) for arg in args[:1]]
     if isclass(hint) and issubclass(hint, Enum):

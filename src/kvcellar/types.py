@@ -87,7 +87,13 @@ class KVType(Enum):
 
         Integers without a sign, ``[..., row_bytes / 4]`` or ``[..., row_bytes / 2]``; of quantised
         types ``[..., n_blocks, n_scales]``.
+
+        Raises:
+            OptionError: these are no bytes of whole blocks.
         """
+        check_kind("rows", rows, np.ndarray)
+        if rows.dtype != np.uint8 or rows.ndim < 1 or rows.shape[-1] % self.block_bytes:
+            raise OptionError(f"rows: {rows.dtype} {rows.shape}: whole blocks of bytes are needed")
         if not self.is_quantized:
             return rows.view(f"<u{self.block_bytes}")
         n_scales, n_blocks = _SCALES.get(self, 1), rows.shape[-1] // self.block_bytes
@@ -298,6 +304,7 @@ class CacheSpec:
 
     def layer_name(self, layer: int) -> str:
         """What messages call a layer."""
+        self._layer(layer)
         among = f" of those with a window of {self.window}" if self.window else ""
         return f"layer {layer}{among}"
 

@@ -162,6 +162,7 @@ class Tokenizer:
         _check_text(text)
         add_special = check_bool("add_special", add_special)
         parse_special = check_bool("parse_special", parse_special)
+        continuing = check_bool("continuing", continuing)
         ids: list[int] = []
         if add_special and self.vocab.add_bos and self.vocab.bos_id is not None:
             ids.append(self.vocab.bos_id)
@@ -231,7 +232,13 @@ class Tokenizer:
         It does not if there are none, or if the last one is matched whole. An id outside the
         vocabulary counts as text.
         """
-        return len(ids) > 0 and ids[-1] not in self._whole
+        if not isinstance(ids, Sequence):
+            raise TokenizerError(f"token ids must be a list of integers, not {shown(ids)}")
+        if not ids:
+            return False
+        if (last := whole(ids[-1])) is None:
+            raise TokenizerError(f"a token id must be an integer, found {shown(ids[-1])}")
+        return last not in self._whole
 
     def _partition(self, parse_special: bool) -> Partition:
         if parse_special not in self._partitions:
@@ -273,8 +280,8 @@ def _read_bare_vocab(metadata: Metadata) -> Vocab:
 
 def check_pre(name: str) -> None:
     """Raise OptionError if there is no such pre-tokenizer."""
-    if name not in known_names():
-        raise OptionError(f"pre={name!r} is not known; one of {', '.join(known_names())}")
+    if not isinstance(name, str) or name not in known_names():
+        raise OptionError(f"pre={shown(name)} is not known; one of {', '.join(known_names())}")
 
 
 def check_kind(metadata: Metadata, pre: str | None = None) -> str | None:
