@@ -15,7 +15,6 @@ writer died has no header.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -41,8 +40,6 @@ _DIGEST = 16
 _ALIGNMENT = 64
 _MAX_JSON = MAX_NOTE + 1024
 _GENERATION = re.compile("[0-9a-f]{16}")
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 class Damaged(Exception):
@@ -98,7 +95,7 @@ def write_value(
     access.make_folder(path.parent.parent)
     access.make_folder(path.parent)
     try:
-        with FileIO(path, "x", opener=access.opener) as file:
+        with FileIO(path, "x") as file:
             access.settle(file)
             _write(file.fileno(), entry, pieces)
             if fsync:
@@ -193,26 +190,21 @@ def map_value(path: Path, key: str) -> memoryview:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file of values; anything else in its place counts as damage."""
-    try:
-        with FileIO(path, "r", opener=_no_link) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Damaged("no file")
-            yield file.fileno()
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR):
-            raise Damaged("a link or a folder, which no store makes there") from None
-        raise
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | _NO_LINK | _NO_WAIT)
+    """Open a file of values; anything else in its place counts as damage, a link too."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged("no file")
+    with FileIO(path) as file:
+        if not os.path.samestat(found, os.fstat(file.fileno())):
+            raise Damaged("no file a moment ago")
+        yield file.fileno()
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
     """All files of values, also those of writers that died."""
     try:
-        folders = [entry.path for entry in os.scandir(root / VALUES) if entry.is_dir()]
+        with os.scandir(root / VALUES) as found:
+            folders = [entry.path for entry in found if entry.is_dir()]
     except FileNotFoundError:
         return
     for folder in folders:
