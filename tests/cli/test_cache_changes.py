@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.files import Name
 from kvcellar.stores.memory import MemoryStore
 from tests.cli.helpers import Invoke, age, listed, tree, value_file
+from tests.disks import DISKS
 
 # --- gc -----------------------------------------------------------------------------------------
 
@@ -43,6 +45,29 @@ def test_what_nobody_used_goes(invoke: Invoke, filled: Path) -> None:
     assert "removed 5 entries not used for that long" in result.stdout
     assert result.stdout.endswith("0 entries, 0 bytes are left\n")
     assert tree(filled) == {}
+
+
+@pytest.mark.parametrize("kind", DISKS)
+def test_a_full_disk_is_cleaned(
+    invoke: Invoke, filled: Path, entries: list[dict[str, Any]], tmp_path: Path, kind: str
+) -> None:
+    """It is said in a line, and ``gc`` makes room."""
+    with DISKS[kind](tmp_path / "disk") as disk:
+        folder = shutil.copytree(filled, disk.root / "store")
+        size = str(sum(entry["n_bytes"] for entry in entries) - 1)
+        disk.fill()
+        for command in (("list",), ("verify",), ("gc", "--dry-run", "--max-bytes", size)):
+            result = invoke("cache", command[0], folder, *command[1:])
+            assert result.exit_code == 0
+            assert f"warning: the store in {folder}: {disk.why}" in result.stderr
+            assert "5 entries" in result.stdout or "4 entries" in result.stdout
+        done = invoke("cache", "gc", folder, "--max-bytes", size)
+        assert done.stdout.startswith("removed 1 entries to get within the size")
+        assert len(tree(folder)) == 4
+        disk.free()
+        invoke("cache", "gc", folder)  # drops the entry of a file that was removed
+        assert "4 entries" in invoke("cache", "verify", folder).stdout
+        assert "removed" not in invoke("cache", "list", folder).stderr
 
 
 def test_what_is_of_no_use_goes(

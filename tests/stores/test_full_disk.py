@@ -113,6 +113,25 @@ def test_values_can_be_deleted(disk: Disk, folder: Path, is_open: bool) -> None:
     other.close()
 
 
+def test_the_index_follows_when_it_is_closed(tmp_path: Path) -> None:
+    """What the files left is enough for it."""
+    with DISKS["real"](tmp_path / "disk") as disk:
+        store = DiskStore(disk.root / "store")
+        for key in KEYS:
+            put(store, key)
+        store.close()
+        disk.fill()
+        store = DiskStore(disk.root / "store")
+        store._index.shrink(lambda index: [index.drop(row.name) for row in index.rows()[:6]])
+        for key in KEYS[:6]:
+            next((disk.root / "store").glob(f"values/*/{key}.*")).unlink()
+        store.close()
+        again = DiskStore(disk.root / "store")
+        assert order(again) == KEYS[6:]
+        assert again.verify().is_sound
+        again.close()
+
+
 def test_many_values_can_be_deleted(disk: Disk, folder: Path) -> None:
     """Whether the index can be told of them or not, and by whom."""
     disk.fill()

@@ -72,15 +72,11 @@ class Access:
 
     def make_file(self, path: Path) -> None:
         """Make an empty file, unless there is one."""
-        with suppress(FileExistsError), FileIO(path, "x", opener=self.opener) as file:
+        with suppress(FileExistsError), FileIO(path, "x") as file:
             self.settle(file)
 
-    def opener(self, path: str, flags: int) -> int:
-        """Open a new file, for ``FileIO``; :meth:`settle` it then."""
-        return os.open(path, flags, self.file)
-
     def settle(self, file: FileIO) -> None:
-        """Give a new file its mode and owner, whatever the umask took."""
+        """Give a new file its mode and owner, whatever the umask says; its folder is closed."""
         if os.name == "posix":
             if self.owner is not None:
                 os.fchown(file.fileno(), *self.owner)

@@ -96,7 +96,7 @@ def write_value(
     access.make_folder(path.parent.parent)
     access.make_folder(path.parent)
     try:
-        with FileIO(path, "x", opener=access.opener) as file:
+        with FileIO(path, "x") as file:
             access.settle(file)
             _write(file.fileno(), entry, pieces)
             if fsync:
@@ -200,7 +200,8 @@ def _open(path: Path) -> BinaryIO:
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
     """All files of values, also those of writers that died."""
     try:
-        folders = [entry.path for entry in os.scandir(root / VALUES) if entry.is_dir()]
+        with os.scandir(root / VALUES) as found:
+            folders = [entry.path for entry in found if entry.is_dir()]
     except FileNotFoundError:
         return
     for folder in folders:

@@ -178,6 +178,8 @@ class LiveIndex:
         if os.getpid() != self._process:
             return
         with self._lock:
+            if self._stand_in is not None and not self._closed:
+                self._returns()  # there may be room for what was dropped
             self._closed = True
             self._let_go()
             stand_in, self._stand_in = self._stand_in, None
