@@ -271,7 +271,7 @@ def _read_bare_vocab(metadata: Metadata) -> Vocab:
 # -- kinds of vocabulary
 
 
-def check_pre(name: str) -> None:
+def check_pre(name: object) -> None:
     """Raise OptionError if there is no such pre-tokenizer."""
     if not isinstance(name, str) or name not in known_names():
         raise OptionError(f"pre={shown(name)} is not known; one of {', '.join(known_names())}")
