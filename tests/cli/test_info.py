@@ -50,6 +50,22 @@ def test_a_table_for_people(invoke: Invoke, talker: Path) -> None:
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
+def test_a_vocabulary_that_is_not_known_is_described(invoke: Invoke, tmp_path: Path) -> None:
+    tiny = TinyLlama()
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "quux"}
+    path = write_gguf(tmp_path / "m.gguf", tiny.metadata() | vocabulary, tiny.tensors())
+    found = json.loads(invoke("info", path, "--json").stdout)
+    assert found["supported"] is True
+    assert "'quux' is not known" in found["tokenizer_reason"]
+    assert "--pre NAME" in " ".join(invoke("info", path).stdout.split())
+    found = json.loads(invoke("info", path, "--json", "--pre", "qwen2").stdout)
+    assert found["tokenizer"] == "gpt2, qwen2"
+    assert found["tokenizer_reason"] is None
+    result = invoke("info", path, "--pre", "quuz")
+    assert result.exit_code == 1
+    assert "pre='quuz' is not known" in result.stderr
+
+
 def test_types_that_do_not_fit_the_heads_are_marked(invoke: Invoke, tmp_path: Path) -> None:
     tiny = TinyLlama(n_embd=96)  # heads of 48
     path = write_gguf(tmp_path / "odd.gguf", tiny.metadata(), tiny.tensors())

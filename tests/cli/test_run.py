@@ -19,6 +19,19 @@ def test_text_goes_to_stdout_and_nothing_else(invoke: Invoke, talker: Path) -> N
     assert len(result.stdout) == 9
 
 
+def test_the_pre_tokenizer_can_be_named(invoke: Invoke, talker: Path, tmp_path: Path) -> None:
+    data = talker.read_bytes()
+    unknown = tmp_path / "unknown.gguf"
+    unknown.write_bytes(data.replace(b"gpt-2", b"gpt-9"))
+    common = ("hello", "-n", "8", "-t", "0", "--threads", "1")
+    refused = invoke("run", unknown, *common)
+    assert refused.exit_code == 1
+    assert "gpt-9" in refused.stderr
+    assert "--pre NAME" in refused.stderr
+    named = invoke("run", unknown, *common, "--pre", "gpt-2")
+    assert named.stdout == invoke("run", talker, *common).stdout
+
+
 def test_a_seed_makes_it_repeatable(invoke: Invoke, talker: Path) -> None:
     texts = {
         invoke("run", talker, "hello", "-n", "20", "--seed", seed).stdout

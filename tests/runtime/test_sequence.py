@@ -13,8 +13,11 @@ from kvcellar.batch import Batch
 from kvcellar.errors import BatchError, CacheFull, ClosedError, OptionError, TokenizerError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.testing.gguf_writer import write_gguf
+from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.text.sampler import SamplerOptions
 from kvcellar.types import Float32Array
+from tests.text.vocabularies import make_spm
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,33 @@ def test_a_fork_copies_nothing_and_goes_its_own_way(context: Context) -> None:
     assert child.tokens[: len(parent)] == parent.tokens
     assert parent.text != child.text
     context.cache.check()
+
+
+def test_text_that_is_appended_gets_no_space_into_its_middle(tmp_path: Path) -> None:
+    pieces = {"▁": -9.0, "el": -3.0, "Hel": -1.0, "▁Hel": -1.0, "lo": -2.0, "▁lo": -1.5}
+    vocabulary = make_spm(pieces, (("<U>", 4),))
+    tiny = TinyLlama(n_vocab=266)
+    metadata: dict[str, Any] = {**tiny.metadata(), **vocabulary}
+    path = write_gguf(tmp_path / "spm.gguf", metadata, tiny.tensors())
+    with Model.from_gguf(path, n_threads=1) as model, model.context(n_ctx=64) as context:
+        ids = model.tokenizer.vocab.ids
+        sequence = context.sequence("Hel").append("lo").append(" lo")
+        assert sequence.text == "Hello lo"
+        assert sequence.tokens == [1, *(ids[piece] for piece in ("▁Hel", "lo", "▁lo"))]
+        # Behind a token that is matched whole a text begins, as it does within one prompt.
+        sequence.append([ids["<U>"]]).append("lo")
+        assert sequence.tokens[-1] == ids["▁lo"]
+        assert sequence.text == "Hello lo<U>lo"
+        assert context.sequence([1]).append("lo").tokens == [1, ids["▁lo"]]
+
+
+def test_a_pre_tokenizer_can_be_named(smollm2_path: Path) -> None:
+    with Model.from_gguf(smollm2_path, n_threads=1, pre="gpt-2") as model:
+        named = model.tokenizer.encode("x  12")
+    with Model.from_gguf(smollm2_path, n_threads=1) as model:
+        assert model.tokenizer.encode("x  12") != named
+    with pytest.raises(OptionError, match=r"pre='quux' is not known; one of .*smollm"):
+        Model.from_gguf(smollm2_path, pre="quux")
 
 
 def test_closing_frees_only_what_is_not_shared(context: Context) -> None:

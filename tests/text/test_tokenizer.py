@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.errors import TokenizerError, UnsupportedModel
+from kvcellar.errors import OptionError, TokenizerError, UnsupportedModel
 from kvcellar.text.tokenizer import Tokenizer
 from tests.profiles import examples
 
@@ -85,12 +85,83 @@ def test_harmony_end_of_message_does_not_stop(bpe: Maker) -> None:
     assert not tokenizer.is_special(259)
 
 
+def test_solar_opens_end_of_message_does_not_stop(bpe: Maker) -> None:
+    special = tuple((f"<|{name}|>", CONTROL) for name in ("flush", "calls", "end"))
+    assert Tokenizer.from_metadata(bpe((), special)).stop_ids == {256, 257}
+
+
+def test_gemma4_stops_at_its_own_tokens_and_not_at_html(bpe: Maker) -> None:
+    special = (("<turn|>", USER), ("<|tool_response>", USER), ("</s>", CONTROL), ("<x>", USER))
+    tokenizer = Tokenizer.from_metadata(bpe((), special))
+    assert tokenizer.stop_ids == {256, 257}
+    assert tokenizer.is_special(257)
+    assert not tokenizer.is_special(258)
+
+
 def test_white_space_after_special_tokens_goes_for_phi3(spm: Maker) -> None:
-    metadata = spm({"▁": -1.0, "h": -2.0}, (("<|user|>", CONTROL),), add_space_prefix=False)
+    special = (("<|user|>", CONTROL), ("<|endoftext|>", CONTROL), ("<tool>", USER))
+    metadata = spm({"▁": -1.0, "h": -2.0}, special, add_space_prefix=False)
     ids = Tokenizer.from_metadata(metadata).encode("<|user|>\n h", parse_special=True)
     assert len(ids) == 5
     metadata["general.name"] = "Phi-3 mini"
-    assert len(Tokenizer.from_metadata(metadata).encode("<|user|>\n h", parse_special=True)) == 3
+    phi3 = Tokenizer.from_metadata(metadata)
+    assert len(phi3.encode("<|user|>\n h", parse_special=True)) == 3
+    assert len(phi3.encode("<tool>\n h", parse_special=True)) == 3
+    for plain in ("<s>", "<unk>", "<|endoftext|>"):
+        assert len(phi3.encode(f"{plain}\n h", parse_special=True)) == 5
+
+
+@pytest.mark.parametrize(
+    ("mask", "key", "value"),
+    [
+        ("<mask>", "tokenizer.ggml.pre", "jina-v2-de"),
+        ("<mask>", "general.architecture", "nomic-bert-moe"),
+        ("[MASK]", "general.name", "Modern-BERT base"),
+    ],
+)
+def test_white_space_before_a_mask_goes(bpe: Maker, mask: str, key: str, value: str) -> None:
+    metadata = bpe((), ((mask, CONTROL),)) | {key: value}
+    text = f"a \n{mask} b"
+    ids = Tokenizer.from_metadata(metadata).encode(text, parse_special=True)
+    assert len(ids) == 4
+    metadata[key] = "another"
+    metadata["tokenizer.ggml.pre"] = "gpt-2"
+    assert len(Tokenizer.from_metadata(metadata).encode(text, parse_special=True)) == 6
+
+
+def test_a_text_that_continues_is_tokenized_without_a_space(spm: Maker) -> None:
+    pieces = {"▁": -9.0, "Hel": -1.0, "lo": -2.0, "▁lo": -1.5, "▁Hel": -0.5}
+    special = (("<U>", USER), ("<C>", CONTROL))
+    tokenizer = Tokenizer.from_metadata(spm(pieces, special))
+    ids = tokenizer.encode("Hel", add_special=False)
+    ids += tokenizer.encode("lo", add_special=False, continuing=True)
+    assert tokenizer.decode(ids) == "Hello"
+    # Behind a token that is matched whole a text begins anew.
+    lo, space_lo = tokenizer.vocab.ids["lo"], tokenizer.vocab.ids["▁lo"]
+    user = tokenizer.vocab.ids["<U>"]
+    assert tokenizer.encode("lo<U>lo", add_special=False, continuing=True) == [lo, user, space_lo]
+    assert tokenizer.ends_in_text([lo])
+    assert tokenizer.ends_in_text([-1])
+    assert not tokenizer.ends_in_text([])
+    assert not tokenizer.ends_in_text([lo, user])
+    assert not tokenizer.ends_in_text([1])
+
+
+def test_a_pre_tokenizer_can_be_named(bpe: Maker) -> None:
+    metadata = bpe(("1 2",), pre="quux")
+    with pytest.raises(UnsupportedModel, match="pre=NAME"):
+        Tokenizer.from_metadata(metadata)
+    assert len(Tokenizer.from_metadata(metadata, pre="gpt-2").encode("12")) == 1
+    assert len(Tokenizer.from_metadata(metadata, pre="smollm").encode("12")) == 2
+    with pytest.raises(OptionError, match=r"pre='quux' is not known; one of .*smollm"):
+        Tokenizer.from_metadata(metadata, pre="quux")
+
+
+@pytest.mark.parametrize("model", ["llama", "t5", "none", None])
+def test_only_some_vocabularies_have_a_pre_tokenizer(spm: Maker, model: str | None) -> None:
+    metadata = spm({"a": -1.0}) | {"tokenizer.ggml.model": model}
+    with pytest.raises(OptionError, match=f"of kind {model} has no pre-tokenizer"):
+        Tokenizer.from_metadata(metadata, pre="smollm")
 
 
 @pytest.mark.parametrize("model", ["test", "none", "no_vocab", None])

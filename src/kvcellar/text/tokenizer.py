@@ -73,6 +73,8 @@ class Tokenizer:
         self._encoder = encoder
         self._control = frozenset(vocab.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN))
         self._user = frozenset(vocab.ids_of(TokenKind.USER_DEFINED))
+        whole = vocab.ids_of(TokenKind.CONTROL, TokenKind.USER_DEFINED)
+        self._whole = frozenset(whole) - {vocab.unknown_id}
         self._partitions: dict[bool, Partition] = {}
 
     @classmethod
@@ -215,9 +217,14 @@ class Tokenizer:
         return self._check_id(token) in self._control
 
     def is_matched_whole(self, token: int) -> bool:
-        """Whether a token is matched whole, before text is tokenized: special or user-defined."""
-        i = self._check_id(token)
-        return i in self._control or i in self._user
+        """Whether a token is matched whole, before text is tokenized: control or user-defined.
+
+        The unknown token is not: it stands for a part of a text that cannot be spelled.
+
+        Raises:
+            TokenizerError: no such token.
+        """
+        return self._check_id(token) in self._whole
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
         """Whether text behind these tokens continues theirs.
@@ -231,7 +238,7 @@ class Tokenizer:
             return False
         if (last := whole(ids[-1])) is None:
             raise TokenizerError(f"a token id must be an integer, found {shown(ids[-1])}")
-        return last not in self._control and last not in self._user
+        return last not in self._whole
 
     def _partition(self, parse_special: bool) -> Partition:
         if parse_special not in self._partitions:
@@ -387,11 +394,11 @@ class Detokenizer:
         piece = tokenizer.token_bytes(token)
         if tokenizer.is_matched_whole(token):
             self._strip_next = tokenizer.strips_space
-            if self._skip_special and tokenizer.is_special(token):
-                return ""
-        elif self._strip_next and piece:
+        elif piece:
+            piece = piece.removeprefix(b" ") if self._strip_next else piece
             self._strip_next = False
-            piece = piece.removeprefix(b" ")
+        if self._skip_special and tokenizer.is_special(token):
+            return ""
         return self._decoder.decode(piece)
 
     def finish(self) -> str:
