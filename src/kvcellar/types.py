@@ -282,8 +282,8 @@ class CacheSpec:
     padding: int = field(default=0)
 
     def __post_init__(self) -> None:
-        for name in ("size", "n_seq_max"):
-            _set(self, name, check_range(name, getattr(self, name), 1, MAX_POSITION))
+        _set(self, "size", check_range("size", self.size, 1, 2**62))
+        _set(self, "n_seq_max", check_range("n_seq_max", self.n_seq_max, 1, MAX_POSITION))
         for layer in check_kind("layers", self.layers, tuple):
             check_kind("layers", layer, LayerSpec)
         for name in ("type_k", "type_v"):
