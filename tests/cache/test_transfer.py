@@ -256,7 +256,7 @@ def test_rows_that_a_failure_left_are_wiped_only_if_they_were_known() -> None:
     target, content = prepared("fw")
     part = target.parts[0]
     assert isinstance(part, AttentionCache)
-    part._sync.mark = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
+    part._sync.before_writing = lambda cells: None  # type: ignore[method-assign]  # noqa: ARG005
     failing_of(target, 0).after = 0
     with pytest.raises(MemoryError):
         state_set(target, content, [0, 1])

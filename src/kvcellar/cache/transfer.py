@@ -122,6 +122,7 @@ def put_content(
 
     Arguments and errors are those of :func:`state_set`.
     """
+    cache.require_idle()
     _check_distinct(seq_ids)
     if len(seq_ids) != content.n_seqs:
         raise OptionError(f"{len(seq_ids)} sequence ids for {content.n_seqs} sequences")
