@@ -20,6 +20,15 @@ from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.store_use import content, found, order, value_of
 from tests.stores.interrupting import each_line
 
+# A file that was just opened when the exception came is closed with its last reference, and Python
+# says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+    ),
+]
+
 SOURCE = Path(kvcellar.stores.__file__).parent
 SIZE = 300
 KEYS = ("a", "b", "c")

@@ -122,6 +122,8 @@ class WindowEviction:
     def rehearse(self, micros: Sequence[MicroBatch]) -> list[Int64Array]:
         """The cells that microbatches, one after the other, are going to get.
 
+        Part of a change, which takes back what an error or an interrupt leaves.
+
         Raises:
             CacheFull: one of them would not fit.
         """
@@ -129,14 +131,12 @@ class WindowEviction:
         table, saved = self.table, self.save()
         reserved, n_logged = table.reserved, len(table.log or ())
         table.reserved = None if reserved is None else reserved.copy()
-        try:
-            for micro in micros:
-                found.append(self.take(micro.n_tokens))
-                self.put(micro, found[-1])
-        finally:
-            self.load(saved)
-            table.reserved = reserved
-            del (table.log or [])[n_logged:]
+        for micro in micros:
+            found.append(self.take(micro.n_tokens))
+            self.put(micro, found[-1])
+        self.load(saved)
+        table.reserved = reserved
+        del (table.log or [])[n_logged:]
         return found
 
     def save(self) -> SavedEviction:
@@ -338,7 +338,8 @@ class SlidingPlacement(CellPart):
     def cells(self) -> Int64Array:
         """The cells of the batch's tokens, microbatch after microbatch."""
         rest = () if self._ended else self._micros[len(self._cells) :]
-        return np.concatenate((*self._cells, *(self._eviction.rehearse(rest) if rest else ())))
+        found = self._sync.changes.run(self._eviction.rehearse, rest) if rest else []
+        return np.concatenate((*self._cells, *found))
 
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
         """What microbatch i reads and writes; asked for in order, before it is computed."""
