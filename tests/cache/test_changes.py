@@ -303,11 +303,12 @@ def test_a_call_within_a_change_is_part_of_it(changes: Changes, value: Value) ->
 
 def test_what_is_left_over_is_taken_back_by_the_next_call(changes: Changes, value: Value) -> None:
     value.fails = 2  # taking back is interrupted, and once more
-    with pytest.raises(Interrupt):
+    with pytest.raises(Interrupt) as kept:
         changes.run(value.set, 4, CacheError)
     assert value.now == 4
+    assert not changes.is_open
     changes.settle()
-    assert value.now == 0
+    assert (value.now, kept.tb is None) == (0, False)  # though the traceback is still there
     value.fails = 2
     with pytest.raises(Interrupt):
         changes.run(value.set, 4, CacheError)
@@ -323,6 +324,12 @@ def test_a_change_that_goes_forward_is_done_again(changes: Changes, value: Value
     with pytest.raises(Interrupt):
         changes.run_forward(add)
     assert (value.now, tries) == (1, [])
+    tries += [Interrupt, Interrupt, Interrupt, None]
+    with pytest.raises(Interrupt) as kept:
+        changes.run_forward(add)
+    assert (changes.is_open, tries) == (False, [None])
+    changes.settle()
+    assert (value.now, tries, kept.tb is None) == (2, [], False)
 
 
 def test_rows_and_objects_come_back_last_first(changes: Changes, value: Value) -> None:

@@ -143,6 +143,7 @@ class Changes:
             for follow in note.afterwards:
                 follow()
         except BaseException:
+            del call  # it has ended, though a traceback may keep this frame
             self._take_back()
             raise
         return result
@@ -164,7 +165,10 @@ class Changes:
         if note.forward is not None:
             call = _Call()
             note.call = ref(call)  # what follows is part of the change
-            note.forward()
+            try:
+                note.forward()
+            finally:
+                del call
         self._note = None
 
     def _remember_lasting(self) -> Undo:
