@@ -18,6 +18,7 @@ from kvcellar.errors import ModelFileError
 from kvcellar.prompts.cache import PromptCache
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.demo import find_model
+from kvcellar.runtime.hash_cache import ENV
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.text.tokenizer import Tokenizer
 from tests.profiles import PER_HUNDRED, load_profiles, spread
@@ -59,23 +60,21 @@ def _ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference data, from the folder next to the checkout.
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hashes of models are kept for this run alone, also by processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENV, str(tmp_path_factory.mktemp("caches")))
+        yield
 
-    A folder of links: hashes of weights are kept beside models, and the data are not to change.
-    """
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The reference data, from the folder next to the checkout."""
     source = Path(__file__).resolve().parents[2] / "shared"
     if not source.is_dir():
         missing(f"no reference data at {source}")
-    folder = tmp_path_factory.mktemp("shared")
-    (folder / "models").mkdir()
-    for path in (source / "models").glob("*.gguf"):
-        (folder / "models" / path.name).symlink_to(path)
-    for path in source.iterdir():
-        if path.name != "models":
-            (folder / path.name).symlink_to(path)
-    return folder
+    return source
 
 
 @pytest.fixture(scope="session")

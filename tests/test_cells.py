@@ -421,7 +421,7 @@ class TestMoveSplitRelease:
         table.seq_add(0, 1, -1, 1)
         assert table.pending_cells().tolist() == [1, 2, 3]
 
-        table.settle()
+        table.settle(table.pending_cells())
 
         table.check()
         assert len(table.pending_cells()) == 0
@@ -583,7 +583,7 @@ def change(table: CellTable, rng: np.random.Generator) -> None:
     elif kind == 5:
         table.seq_div(seq, p0, p1, 2)
     elif kind == 6:
-        table.settle()
+        table.settle(table.pending_cells())
     elif rng.random() < 0.2:
         table.seq_keep(seq) if rng.random() < 0.5 else table.clear()
 

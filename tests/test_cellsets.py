@@ -42,7 +42,7 @@ def test_cells_that_come_are_candidates_and_no_others(parts: list[list[int]]) ->
     for part in parts:
         new = [cell for cell in part if cell not in held]
         if new:
-            span.add(as_cells_or_array(new), POSITIONS[new])
+            span = span.added(as_cells_or_array(new), POSITIONS[new])
             held.update(new)
         assert as_set(span.candidates()) == held
         assert is_ascending(span.candidates())
@@ -59,15 +59,15 @@ def test_a_cell_that_went_and_came_again_is_there_once(
         if comes:
             new = [cell for cell in part if cell not in held]
             if new:
-                span.add(as_cells_or_array(new), POSITIONS[new])
+                span = span.added(as_cells_or_array(new), POSITIONS[new])
             held.update(new)
         else:
             held.difference_update(part)
-            span.invalidate()
+            span = span.stale()
         assert held <= as_set(span.candidates())
         assert is_ascending(span.candidates())
     mine = np.array(sorted(held), np.int64)
-    span.set_exact(mine)
+    span = span.narrowed(mine)
     assert span.exact
     assert as_set(span.candidates()) == held
 
@@ -75,7 +75,7 @@ def test_a_cell_that_went_and_came_again_is_there_once(
 def test_a_run_that_grows_at_either_end_stays_a_run() -> None:
     span = Span()
     for cells in (slice(4, 6), slice(6, 7), slice(2, 4)):
-        span.add(cells, POSITIONS[cells])
+        span = span.added(cells, POSITIONS[cells])
     assert span.candidates() == slice(2, 7)
 
 

@@ -16,12 +16,19 @@ def main() -> None:
     """Run the command line; never returns."""
     try:
         _prepare_streams()
+        sys.excepthook = _show_traceback
         # Imported here, because it takes long enough for Ctrl-C to be pressed.
         from kvcellar.cli.app import app
 
         app(prog_name="kvcellar")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _show_traceback(_kind: object, error: BaseException, _trace: object) -> None:
+    from kvcellar.cli.console import show_traceback
+
+    show_traceback(error)
 
 
 def _prepare_streams() -> None:

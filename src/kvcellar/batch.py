@@ -12,16 +12,26 @@ every row once, the rows of a sequence in their order, at most ``n_ubatch`` rows
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcellar.cellsets import owner_words, pack_owners
-from kvcellar.errors import BatchError, OptionError, PositionError, SequenceIdError
+from kvcellar.errors import (
+    BatchError,
+    OptionError,
+    PositionError,
+    SequenceIdError,
+    check_bool,
+    check_callable,
+    check_integers,
+    check_range,
+    shown,
+    whole,
+)
 from kvcellar.types import MAX_POSITION, BoolArray, Float32Array, Int32Array, Int64Array, OwnerBits
 
 Logits: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[bool] | BoolArray"
@@ -51,12 +61,19 @@ class Batch:
     _owners: list[tuple[int, ...]] = field(default_factory=list, init=False)
     _wanted: list[bool] = field(default_factory=list, init=False)
 
+    def __copy__(self) -> Batch:
+        """Return a batch that can be added to without changing this one."""
+        return _filled_batch(*(list(getattr(self, each.name)) for each in fields(self)))
+
+    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[object, ...]]:
+        return _filled_batch, tuple(getattr(self, each.name) for each in fields(self))
+
     @classmethod
     def of(
         cls,
-        tokens: Sequence[int] | npt.NDArray[np.integer],
+        tokens: Iterable[int] | npt.NDArray[np.integer],
         seq_id: int | Sequence[int] = 0,
-        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        positions: Iterable[int] | npt.NDArray[np.integer] | None = None,
         logits: Logits = "last",
     ) -> Batch:
         """Tokens of one sequence, or shared by several.
@@ -71,7 +88,7 @@ class Batch:
             BatchError: the arguments do not fit together.
         """
         batch = cls()
-        batch._tokens = _integers("tokens", tokens)
+        batch._tokens = check_integers("tokens", tokens, BatchError)
         batch._describe(len(batch._tokens), seq_id, positions, logits)
         return batch
 
@@ -80,15 +97,15 @@ class Batch:
         cls,
         embeddings: npt.ArrayLike,
         seq_id: int | Sequence[int] = 0,
-        positions: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        positions: Iterable[int] | npt.NDArray[np.integer] | None = None,
         logits: Logits = "last",
     ) -> Batch:
         """Input embeddings ``[n, n_embd]`` in place of tokens; the rest as in :meth:`of`."""
         try:
             array = np.asarray(embeddings, np.float32)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise BatchError(
-                f"embeddings must be numbers [n, n_embd], not {embeddings!r:.60}"
+                f"embeddings must be numbers [n, n_embd], not {shown(embeddings)}"
             ) from None
         if array.ndim != 2:
             raise BatchError(f"embeddings have shape {array.shape}; [n, n_embd] is needed")
@@ -104,11 +121,13 @@ class Batch:
         self,
         n: int,
         seq_id: int | Sequence[int],
-        positions: Sequence[int] | npt.NDArray[np.integer] | None,
+        positions: Iterable[int] | npt.NDArray[np.integer] | None,
         logits: Logits,
     ) -> None:
         self._owners = [_owner_ids(seq_id)] * n
-        self._positions = [None] * n if positions is None else [*_integers("positions", positions)]
+        self._positions = [None] * n
+        if positions is not None:
+            self._positions = [*check_integers("positions", positions, BatchError)]
         if len(self._positions) != n:
             raise BatchError(f"{n} tokens but {len(self._positions)} positions")
         self._wanted = _wanted(logits, n)
@@ -128,12 +147,12 @@ class Batch:
         """
         if self._embeddings:
             raise BatchError("a token cannot be added to a batch of embeddings")
-        owners = _owner_ids(seq_ids)
+        owners, wanted = _owner_ids(seq_ids), check_bool("logits", logits)
         place = None if pos is None else _integer("pos", pos)
         self._tokens.append(_integer("token", token))
         self._positions.append(place)
         self._owners.append(owners)
-        self._wanted.append(bool(logits))
+        self._wanted.append(wanted)
         return self
 
     def clear(self) -> None:
@@ -162,6 +181,9 @@ class Batch:
 
     def check_model(self, n_vocab: int | None = None, n_embd: int | None = None) -> None:
         """Raise BatchError if a token or an embedding does not fit the model."""
+        for name, n in (("n_vocab", n_vocab), ("n_embd", n_embd)):
+            if n is not None:
+                check_range(name, n, 0, MAX_POSITION)
         if n_vocab is not None and self._tokens and max(self._tokens) >= n_vocab:
             raise BatchError(f"token {max(self._tokens)} is outside the vocabulary of {n_vocab}")
         if n_embd is not None and self._embeddings and len(self._embeddings[0]) != n_embd:
@@ -179,6 +201,8 @@ class Batch:
             SequenceIdError: an id out of range.
             PositionError: a position that repeats, goes back or is out of range.
         """
+        check_range("n_seq_max", n_seq_max, 1, MAX_POSITION)
+        check_callable("held", held)
         n = len(self._owners)
         if n == 0:
             raise BatchError("the batch is empty: add a token first")
@@ -201,28 +225,24 @@ class Batch:
         )
 
 
+def _filled_batch(*parts: object) -> Batch:
+    batch = Batch()
+    for each, part in zip(fields(Batch), parts, strict=True):
+        setattr(batch, each.name, part)
+    return batch
+
+
 def _integer(what: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise BatchError(f"{what} must be an integer, not {value!r:.60}") from None
+    if (number := whole(value)) is None:
+        raise BatchError(f"{what} must be an integer, not {shown(value)}")
     if not -(2**63) <= number < 2**63:
-        raise BatchError(f"{what} must be an integer of 64 bits, not {number}")
+        raise BatchError(f"{what} must be an integer of 64 bits, not {shown(number)}")
     return number
 
 
-def _integers(what: str, values: Sequence[int] | npt.NDArray[np.integer]) -> list[int]:
-    try:
-        array = np.asarray(values)
-    except ValueError:  # rows of different length
-        raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}") from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BatchError(f"{what} must be a flat list of integers, not {values!r:.60}")
-    integers: list[int] = array.tolist()
-    return integers
-
-
 def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(seq_ids, (bytes, bytearray, memoryview, Mapping)):
+        raise BatchError(f"seq_id must be an integer or a list of them, not {shown(seq_ids)}")
     if not isinstance(seq_ids, Iterable):
         return (_integer("seq_id", seq_ids),)
     ids = tuple(_integer("seq_id", seq) for seq in seq_ids)
@@ -236,14 +256,17 @@ def _owner_ids(seq_ids: int | Sequence[int]) -> tuple[int, ...]:
 def _wanted(logits: Logits, n: int) -> list[bool]:
     if isinstance(logits, str):
         if logits not in ("last", "all", "none"):
-            raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
+            raise BatchError(f"logits={shown(logits)}: one of 'last', 'all', 'none', or a mask")
         wanted = [logits == "all"] * n
         if n and logits == "last":
             wanted[-1] = True
         return wanted
-    if not isinstance(logits, Iterable):
-        raise BatchError(f"logits={logits!r}: one of 'last', 'all', 'none', or a mask")
-    mask = [bool(value) for value in logits]
+    if isinstance(logits, (bytes, Mapping)) or not isinstance(logits, Iterable):
+        raise BatchError(f"logits={shown(logits)}: one of 'last', 'all', 'none', or a mask")
+    try:
+        mask = [check_bool("logits", value) for value in logits]
+    except OptionError as error:
+        raise BatchError(f"a mask of {error}") from None
     if len(mask) != n:
         raise BatchError(f"{n} tokens but a logits mask of {len(mask)}")
     return mask

@@ -16,7 +16,9 @@ bound is open. A verb does all of its work, or raises and changes nothing (invar
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +60,9 @@ class CellTable:
     Verbs and questions check ids and ranges; what caches build on takes them as they are. Either
     keeps ``used``, ``token_count``, ``_bound`` and the sequences' spans true, and costs a few
     passes over the cells that enclose its sequence.
+
+    A verb that is interrupted leaves a table half changed. Whoever owns the table takes that back:
+    :meth:`remember` notes how, and ``log`` gets the old values of cells before they are written.
     """
 
     def __init__(self, size: int, n_seq_max: int) -> None:
@@ -71,6 +76,7 @@ class CellTable:
         self.tokens: Int32Array = np.full(size, -1, np.int32)
         self.owners: OwnerBits = np.zeros((owner_words(n_seq_max), size), np.uint64)
         self.reserved: BoolArray | None = None
+        self.log: list[Callable[[], object]] | None = None  # None: nobody wants to take back
         self._reset()
 
     def _reset(self) -> None:
@@ -191,9 +197,10 @@ class CellTable:
         self.drop(b, self.cells_between(b, lo, hi))
         cells = self.cells_between(a, lo, hi)
         if n := cell_count(cells):
+            self._before(cells)
             self.owners[b >> 6][cells] |= np.uint64(1 << (b & 63))
             self.token_count += n
-            self._spans[b].add(cells, self.positions[cells])
+            self._spans[b] = self._spans[b].added(cells, self.positions[cells])
 
     def seq_keep(self, seq_id: int) -> None:
         """Free every cell that the sequence does not own and make it the only owner of the rest."""
@@ -243,6 +250,7 @@ class CellTable:
 
     def clear(self) -> None:
         """Free every cell; nothing is pending and head is 0."""
+        self._before(slice(0, self._bound))
         self.positions.fill(-1)
         self.pending.fill(0)
         self.tokens.fill(-1)
@@ -267,11 +275,11 @@ class CellTable:
         """The cells whose K row waits to be rotated."""
         return np.flatnonzero(self.pending[: self._bound])
 
-    def settle(self) -> None:
-        """Forget pending shifts: the K rows stand at their positions now."""
-        if self.shifted:
-            self.pending[: self._bound] = 0
-            self.shifted = False
+    def settle(self, cells: Int64Array) -> None:
+        """Forget the pending shifts of cells: their K rows stand at their positions now."""
+        if len(cells):
+            self._before(as_cells(cells))
+            self.pending[cells] = 0
 
     def place(
         self,
@@ -286,6 +294,7 @@ class CellTable:
         is_taken = (self.positions[at] >= 0).any()
         if is_taken or (self.reserved is not None and self.reserved[at].any()):
             raise InvariantError(f"cells {cells.tolist()} are to be filled but not all are free")
+        self._before(at)
         self.positions[at] = positions
         self.owners[:, at] = owners
         if tokens is not None:
@@ -298,9 +307,28 @@ class CellTable:
         self.token_count += len(rows)
         for seq, mine in group_rows(rows, seq_ids):
             if len(mine) == n:  # the only owner, or one of all cells
-                self._spans[seq].add(at, positions)
+                self._spans[seq] = self._spans[seq].added(at, positions)
             else:
-                self._spans[seq].add(as_cells(cells[mine]), positions[mine])
+                part = as_cells(cells[mine])
+                self._spans[seq] = self._spans[seq].added(part, positions[mine])
+
+    def set_reserved(self, cells: Int64Array, value: bool) -> None:
+        """Say of cells, where some are reserved, that they are, or are not any more."""
+        assert self.reserved is not None
+        if self.log is not None:
+            self.log.append(partial(self.reserved.__setitem__, cells, self.reserved[cells]))
+        self.reserved[cells] = value
+
+    def held_before(self) -> BoolArray | None:
+        """Which free cells were held when what is logged began; None: there are none."""
+        found: BoolArray | None = None
+        for entry in self.log or ():
+            if isinstance(entry, OldCells) and entry.arrays[0] is self.positions:
+                cells = entry.held
+                if cell_count(cells):
+                    found = np.zeros(self.size, np.bool_) if found is None else found
+                    found[cells] = True
+        return found
 
     def release(self, cells: Int64Array) -> None:
         """Free exactly these cells, for all owners; head stays where it is."""
@@ -312,13 +340,14 @@ class CellTable:
         n = cell_count(cells)
         if n == 0:
             return NO_CELLS
+        self._before(cells)
         unshared = self.token_count == self.used
         self.token_count -= n
         span = self._spans[seq]
         if span.fresh and n == span.count:
             self._spans[seq] = Span()
         else:
-            span.invalidate()
+            self._spans[seq] = span.stale()
         if not unshared:
             self.owners[seq >> 6][cells] &= ~np.uint64(1 << (seq & 63))
             left = self.owners[0][cells]
@@ -331,18 +360,21 @@ class CellTable:
     def shift(self, seq: int, cells: Cells, at: Int32Array, change: int | Int32Array) -> None:
         """Move cells of a sequence, which stand ``at`` these positions, for all of their owners."""
         if len(at):
+            self._before(cells)
             self.positions[cells] = at + change
             self.pending[cells] += change
             self.shifted = True
             for owner in [seq] if self.used == self.token_count else self._owners_among(cells):
-                self._spans[owner].fresh = False
+                self._spans[owner] = self._spans[owner].moved()
 
     def move(self, src: Int64Array, dst: Int64Array) -> None:
         """Put free cells dst in the place of used cells src; no cell may be in both."""
+        self._before(dst)
+        self._before(src)
         for array in (self.positions, self.pending, self.tokens, *self.owners):
             array[dst] = array[src]
         for seq in self._owners_among(dst):
-            self._spans[seq].include(dst)
+            self._spans[seq] = self._spans[seq].including(dst)
         self.used += len(src)
         self._bound = max(self._bound, cell_bounds(dst)[1])
         self._wipe(src)
@@ -358,23 +390,34 @@ class CellTable:
 
     # -- as a whole
 
+    def remember(self) -> Callable[[], None]:
+        """Return what puts back everything but what ``log`` does, however often it is called."""
+        facts, spans = dict(vars(self)), tuple(self._spans)
+
+        def undo() -> None:
+            vars(self).update(facts)
+            self._spans = list(spans)
+
+        return undo
+
     def save(self) -> SavedCells:
         """The state of all cells and sequences, for :meth:`load`."""
         n = self.cell_max()
         arrays = tuple([array[..., :n].copy() for array in self._arrays()])
-        spans = [replace(span) for span in self._spans]
+        spans = tuple(self._spans)
         return SavedCells(arrays, self.head, self.used, self.token_count, self.shifted, spans)
 
     def load(self, saved: SavedCells) -> None:
         """Restore what :meth:`save` returned; the size may not have changed since."""
         n, top = saved.arrays[0].shape[-1], self._bound
+        self._before(slice(0, max(n, top)))
         for array, values, empty in zip(self._arrays(), saved.arrays, _EMPTY, strict=True):
             array[..., :n] = values
             array[..., n:top] = empty
         self._bound = n
         self.head, self.used, self.token_count = saved.head, saved.used, saved.token_count
         self.shifted = saved.shifted
-        self._spans = [replace(span) for span in saved.spans]
+        self._spans = list(saved.spans)
 
     def resize(self, size: int) -> None:
         """Resize to ``size`` cells; those that go must be free. A head that goes with them is 0."""
@@ -438,7 +481,7 @@ class CellTable:
         if not span.exact:
             words = self.owners[seq >> 6][cells]
             cells = cells_where(cells, np.not_equal(words & np.uint64(1 << (seq & 63)), 0))
-            span.set_exact(cells)
+            self._spans[seq] = span.narrowed(cells)
         return cells
 
     def _owners_among(self, cells: Cells) -> list[int]:
@@ -450,11 +493,17 @@ class CellTable:
                 bits &= bits - 1
         return found
 
+    def _before(self, cells: Cells) -> None:
+        """Log what cells are like before they are written."""
+        if self.log is not None:
+            self.log.append(OldCells.of(cells, self._arrays()))
+
     def _free(self, cells: Cells) -> None:
         n = cell_count(cells)
         if n:
             for seq in self._owners_among(cells):
-                self._spans[seq].invalidate()
+                self._spans[seq] = self._spans[seq].stale()
+            self._before(cells)
             unshared = self.token_count == self.used
             self.token_count -= n if unshared else count_owners(self.owners[:, cells])
             self._wipe(cells)
@@ -469,6 +518,30 @@ class CellTable:
         self.used -= cell_count(cells)
 
 
+@dataclass(frozen=True, slots=True)
+class OldCells:
+    """What cells were like before they were written; a call puts that back."""
+
+    cells: Cells
+    arrays: tuple[AnyArray, ...]
+    values: tuple[AnyArray, ...]
+
+    @classmethod
+    def of(cls, cells: Cells, arrays: tuple[AnyArray, ...]) -> OldCells:
+        """Copies of the values of cells in arrays."""
+        return cls(cells, arrays, tuple([array[..., cells].copy() for array in arrays]))
+
+    @property
+    def held(self) -> Cells:
+        """Those of the cells that were used."""
+        return cells_where(self.cells, self.values[0] >= 0)
+
+    def __call__(self) -> None:
+        """Put the values back."""
+        for array, values in zip(self.arrays, self.values, strict=True):
+            array[..., self.cells] = values
+
+
 class SavedCells(NamedTuple):
     """A table as it was; cells behind those of the arrays were free."""
 
@@ -477,7 +550,7 @@ class SavedCells(NamedTuple):
     used: int
     token_count: int
     shifted: bool
-    spans: list[Span]
+    spans: tuple[Span, ...]
 
 
 def padded_n_kv(cell_max: int, padding: int, size: int) -> int:

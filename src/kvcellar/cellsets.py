@@ -147,14 +147,12 @@ def count_owners(bits: OwnerBits) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """Facts about a sequence that need no scan.
+    """Facts about a sequence that need no scan; a value, whose methods return another.
 
     Its cells always lie among the *candidates*: those from ``lo`` to ``hi``, or, once they are not
     neighbours, those of ``cells`` (ascending) and of ``appended``. While ``exact``, every candidate
     is its own. ``count``, ``pos_min`` and ``pos_max`` hold while ``fresh``; then the candidates
     are exact too, and the bounds as tight as can be.
-
-    Arrays and tuples are never changed in place, so a shallow copy is a copy.
     """
 
     lo: int = 0
@@ -186,44 +184,49 @@ class Span:
             start = int(np.searchsorted(self.cells, new[0]))
             if start < len(self.cells):
                 new = np.union1d(self.cells[start:], new)
+            # The same set in another form; one assignment, so that no half of it is ever seen.
             self.cells, self.appended = np.concatenate((self.cells[:start], new)), ()
         return self.cells
 
-    def set_exact(self, cells: Cells) -> None:
-        """Take these, ascending, for all of the sequence's cells."""
-        self.exact, self.appended = True, ()
+    def narrowed(self, cells: Cells) -> Span:
+        """The same with these, ascending, for all of the sequence's cells."""
+        facts = self.fresh, self.count, self.pos_min, self.pos_max
         if isinstance(cells, slice):
-            self.cells, self.lo, self.hi = None, cells.start, cells.stop
-        else:
-            self.cells = cells
+            return Span(cells.start, cells.stop, *facts)
+        return Span(self.lo, self.hi, *facts, cells)
 
-    def add(self, cells: Cells, at: Int32Array) -> None:
-        """Take in cells at these positions that the sequence did not own before, at least one."""
+    def added(self, cells: Cells, at: Int32Array) -> Span:
+        """With cells at these positions that the sequence did not own before, at least one."""
         lowest, highest = int(at.min()), int(at.max())
-        self.count += len(at)
-        self.pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
-        self.pos_max = max(self.pos_max, highest)
-        self._include(cells)
+        pos_min = lowest if self.pos_min < 0 else min(self.pos_min, lowest)
+        facts = self.fresh, self.count + len(at), pos_min, max(self.pos_max, highest)
+        return self._including(cells, facts, self.exact)
 
-    def include(self, cells: Cells) -> None:
-        """Take in further candidates; which are the sequence's is no longer known."""
-        self.invalidate()
-        self._include(cells)
+    def including(self, cells: Cells) -> Span:
+        """With further candidates; which are the sequence's is no longer known."""
+        return self._including(cells, (False, self.count, self.pos_min, self.pos_max), False)
 
-    def invalidate(self) -> None:
-        """Stop trusting what was known: the sequence has lost or moved cells."""
-        self.fresh = self.exact = False
+    def stale(self) -> Span:
+        """Without trust in what was known: the sequence has lost or moved cells."""
+        facts = self.count, self.pos_min, self.pos_max
+        return Span(self.lo, self.hi, False, *facts, self.cells, self.appended, exact=False)
 
-    def _include(self, cells: Cells) -> None:
+    def moved(self) -> Span:
+        """With the same cells at positions that are not known."""
+        facts = self.count, self.pos_min, self.pos_max
+        return Span(self.lo, self.hi, False, *facts, self.cells, self.appended, self.exact)
+
+    def _including(self, cells: Cells, facts: tuple[bool, int, int, int], exact: bool) -> Span:
         lo, hi = cell_bounds(cells)
         if self.hi == 0:
-            self.lo, self.hi = lo, hi
-            self.cells = None if isinstance(cells, slice) else ascending(cells)
-            return
-        if self.cells is not None:
-            self.appended = (*self.appended, cells)
-            if len(self.appended) > _MAX_APPENDED:
-                self.candidates()
-        elif self.exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
-            self.cells, self.appended = cell_numbers(slice(self.lo, self.hi)), (cells,)
-        self.lo, self.hi = min(self.lo, lo), max(self.hi, hi)
+            numbers = None if isinstance(cells, slice) else ascending(cells)
+            return Span(lo, hi, *facts, numbers, exact=exact)
+        mine, appended = self.cells, self.appended
+        if mine is not None:
+            appended = (*appended, cells)
+        elif exact and not (isinstance(cells, slice) and (lo == self.hi or hi == self.lo)):
+            mine, appended = cell_numbers(slice(self.lo, self.hi)), (cells,)
+        span = Span(min(self.lo, lo), max(self.hi, hi), *facts, mine, appended, exact)
+        if len(appended) > _MAX_APPENDED:
+            span.candidates()
+        return span

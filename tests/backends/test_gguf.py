@@ -43,7 +43,7 @@ def test_a_folder_is_an_error(read: Reader, tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip", b"ggjt" + bytes(100)])
+@pytest.mark.parametrize("content", [b"GG", b"PK\x03\x04 a zip", b"ggjt" + bytes(100)])
 def test_what_is_no_gguf_is_an_error(read: Reader, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)

@@ -11,6 +11,7 @@ import pytest
 
 from kvcellar.backends import memory
 from kvcellar.errors import AllocationError
+from tests.backends.groups import FakeSystem
 
 
 @pytest.fixture(autouse=True)
@@ -110,16 +111,49 @@ def test_the_smaller_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("limit", "used", "left"),
     [("1000", "400", 607), ("1000", "1200", 0), ("max", "5", None), ("what", "5", None)],
 )
-def test_the_limit_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, left: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(limit + "\n")
-    (tmp_path / "memory.current").write_text(used + "\n")
-    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 7\nactive_file 2\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory._cgroup_available() == left
+def test_the_limit_of_a_container(tmp_path: Path, limit: str, used: str, left: int | None) -> None:
+    stat = "anon 3\ninactive_file 7\nactive_file 2\n"
+    files = {"memory.max": limit, "memory.current": used, "memory.stat": stat}
+    FakeSystem(tmp_path).second_generation({"": files})
+    assert memory._cgroup_available(tmp_path) == left
 
 
-def test_no_container_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "nowhere")
-    assert memory._cgroup_available() is None
+def test_the_limit_of_the_first_generation(tmp_path: Path) -> None:
+    unlimited = {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "5"}
+    limited = {
+        "memory.limit_in_bytes": "1000",
+        "memory.usage_in_bytes": "400",
+        "memory.stat": "inactive_file 1\ntotal_inactive_file 7\n",
+    }
+    FakeSystem(tmp_path).first_generation("memory", {"": unlimited, "one": limited})
+    assert memory._cgroup_available(tmp_path) == 607
+
+
+def test_the_least_of_nested_limits_counts(tmp_path: Path) -> None:
+    groups = {
+        name: {"memory.max": limit, "memory.current": "100"}
+        for name, limit in {"": "max", "a": "700", "a/b": "900"}.items()
+    }
+    FakeSystem(tmp_path).second_generation(groups)
+    assert memory._cgroup_available(tmp_path) == 600
+
+
+def test_no_container_no_limit(tmp_path: Path) -> None:
+    assert memory._cgroup_available(tmp_path) is None
+
+
+def test_c_code_is_not_asked_where_the_system_promises_nothing() -> None:
+    memory.check_room("a test")
+    memory.check_room("a test", 2**20)
+    with pytest.raises(AllocationError, match="for a test") as caught:
+        memory.check_room("a test", 2**60)
+    assert caught.value.n_bytes == 2**60
+
+
+@pytest.mark.parametrize("n_bytes", [1, 100, 4096])
+def test_aligned_memory(n_bytes: int) -> None:
+    made = memory.aligned("a test", n_bytes)
+    assert (made.nbytes, made.ctypes.data % 64) == (n_bytes, 0)
+    made[:] = 1
+    with pytest.raises(AllocationError, match="for a test"):
+        memory.aligned("a test", 2**60)

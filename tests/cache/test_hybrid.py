@@ -391,7 +391,8 @@ class TestTransactions:
         cache = hybrid()
         with unchanged(cache):
             t = cache.transaction()
-            cache.place(Batch.of(range(3)), 4)
+            held = cache.place(Batch.of(range(3)), 4)
+            assert held.is_open
             with pytest.raises(CacheError, match="being decoded"):
                 t.commit()
             t.rollback()

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvcellar.batch import MicroBatch, Rows
-from kvcellar.cache import AttentionCache, CacheView, Placement
-from kvcellar.cache.base import Cache, CheckpointBudget, Coupled, Remember, Transaction
+from kvcellar.cache import AttentionCache, CacheView
+from kvcellar.cache.base import Cache, CheckpointBudget, Coupled, Savepoint
+from kvcellar.cache.changes import Remember, Undo
 from kvcellar.cache.hybrid import HybridCache
+from kvcellar.cache.placement import CellPart
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.sliding import SlidingCache, sliding_size
 from kvcellar.cache.state_placement import StatePlacement
@@ -38,19 +40,30 @@ class ToyStates(RecurrentCache):
         self.kept: list[set[int]] = [set() for _ in range(n_seq_max)]  # numbers of tokens
         self.broken = ""
         self.plans = 0
-        self.all_open: list[ToyTransaction] = []
+        self.all_open: list[ToySavepoint] = []
         self._nest = self.all_open  # type: ignore[assignment]
+        self.join(self.changes)
 
     used = token_count = 0
 
     def watch(self, remember: Remember) -> None:
         raise AssertionError(f"{remember} watches a part")
 
-    def state(self) -> object:
+    def state(self) -> tuple[list[Text], list[set[int]]]:
         return [list(text) for text in self.texts], [set(kept) for kept in self.kept]
 
-    def load(self, state: object) -> None:
-        self.texts, self.kept = state  # type: ignore[misc]
+    def load(self, state: tuple[list[Text], list[set[int]]]) -> None:
+        texts, kept = state
+        self.texts, self.kept = [list(text) for text in texts], [set(one) for one in kept]
+
+    def _remember(self) -> Undo:
+        state, nest = self.state(), list(self.all_open)
+
+        def undo() -> None:
+            self.load(state)
+            self.all_open[:] = nest
+
+        return undo
 
     def fail(self, method: str) -> None:
         if self.broken == method:
@@ -150,9 +163,9 @@ class ToyStates(RecurrentCache):
         del self.texts[seq_id][n_left:]
         self.kept[seq_id] = {n for n in self.kept[seq_id] if n <= n_left}
 
-    def _begin(self, watchers: Sequence[Remember]) -> ToyTransaction:  # type: ignore[override]
+    def _begin(self, watchers: Sequence[Remember]) -> ToySavepoint:  # type: ignore[override]
         self.fail("transaction")
-        return ToyTransaction(self, self.all_open, watchers)
+        return ToySavepoint(self, self.all_open, watchers)
 
     # -- decoding
 
@@ -164,22 +177,20 @@ class ToyStates(RecurrentCache):
                 raise PositionError(f"position {at} does not follow on from {last[seq]}")
             last[seq] = at
 
-    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+    def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], StatePlacement]:
         self.fail("take")
         for micro in micros:
             rows, seqs = unpack_owners(micro.owners)
             counts = {seq: int((seqs == seq).sum()) for seq in set(seqs.tolist())}
             assert len(set(counts.values())) == 1, "a microbatch has equally many of each"
             assert len(rows) == micro.n_tokens
-        self._open = Placement(micros, [], ToyPart(self, micros))
-        return self._open
+        return [], ToyPart(self, micros)
 
 
 class ToyPart(StatePlacement):
     """A batch that states absorb when it is committed."""
 
     def __init__(self, states: ToyStates, micros: Sequence[MicroBatch]) -> None:
-        self.is_open = True
         self._all = states
         self._micros = tuple(micros)
 
@@ -189,7 +200,6 @@ class ToyPart(StatePlacement):
         return StatePlan(np.zeros(n, np.int32), np.arange(n))
 
     def commit(self) -> None:
-        self.is_open = False
         touched = set()
         for micro in self._micros:
             assert micro.tokens is not None
@@ -201,14 +211,14 @@ class ToyPart(StatePlacement):
             self._all.kept[seq].add(len(self._all.texts[seq]))
 
     def release(self) -> None:
-        self.is_open = False
+        """Nothing has changed yet."""
 
 
-class ToyTransaction(Transaction):
+class ToySavepoint(Savepoint):
     """A copy of everything."""
 
     def __init__(
-        self, states: ToyStates, nest: list[ToyTransaction], watchers: Sequence[Remember]
+        self, states: ToyStates, nest: list[ToySavepoint], watchers: Sequence[Remember]
     ) -> None:
         super().__init__(states, nest, watchers)
         self._states, self._saved, self._all = states, states.state(), nest

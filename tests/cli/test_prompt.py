@@ -109,7 +109,7 @@ def test_a_terminal_gets_a_bar_and_loses_it_again(
     terminal = Terminal()
     monkeypatch.setattr(prompts, "sys", SimpleNamespace(stderr=terminal))
     monkeypatch.setattr(prompts, "PATIENCE", 0.01)
-    read_tokens(Slow(context, 0), [1] * 40, Interrupt())
+    read_tokens(Slow(context, context.sequence().held), [1] * 40, Interrupt())
     text = terminal.getvalue()
     assert "reading the prompt" in text
     assert "32/40" in text

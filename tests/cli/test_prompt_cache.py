@@ -12,7 +12,7 @@ import pytest
 from kvcellar.cli import store_tools
 from kvcellar.cli.interrupt import Interrupt
 from kvcellar.cli.prompt import read_tokens
-from kvcellar.cli.prompt_cache import BestEffortStore, PromptCacheOptions, stored_at_end
+from kvcellar.cli.prompt_cache import PromptCacheOptions, stored_at_end
 from kvcellar.cli.store_tools import open_or_make
 from kvcellar.errors import CacheFull, StoreError
 from kvcellar.prompts.cache import PromptCache
@@ -21,7 +21,7 @@ from kvcellar.runtime.model import Model
 from kvcellar.stores.base import Store
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
-from kvcellar.stores.redis import RedisClient
+from kvcellar.stores.redis_client import RedisClient
 from tests.cli.helpers import Invoke
 from tests.stores.conftest import running_redis
 
@@ -106,8 +106,8 @@ def test_a_server_forgets_what_nobody_used(invoke: Invoke, talker: Path) -> None
         assert "prompt      0 of 320" in invoke(*args).stderr
         assert "prompt      256 of 320" in invoke(*args).stderr
         with closing(RedisClient(url)) as server:
-            heads = server.call("KEYS", "kvcellar:head:*")
-            times = [server.call("TTL", head) for head in heads]
+            heads: list[bytes] = server.call("KEYS", "kvcellar:head:*")
+            times: list[int] = [server.call("TTL", head) for head in heads]
         assert len(times) == 2
         assert all(7100 < time <= 7200 for time in times)
 
@@ -193,22 +193,21 @@ def test_a_store_that_fails_ends_no_run(
     assert result.stderr.count("warning") == result.stderr.count(warning) == 1
 
 
-def test_a_store_that_failed_is_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    inner = MemoryStore()
-    store = BestEffortStore(inner)
-    assert store.put("a", [b"1"], {"n": 1})
-    assert (store.get("a"), store.has("a"), store.bytes_used) == (b"1", True, 1)
-    assert (store.touch("a"), store.touch("b")) == (True, False)
-    assert [entry.key for entry in store.entries()] == ["a"]
-    assert store.why_absent("b") == "never stored"
-    assert store.delete("a")
-    store.close()
-    assert (store.get("a"), store.has("a"), store.delete("a"), store.bytes_used) == (None, 0, 0, 0)
-    assert not store.put("a", [b"1"])
-    assert not store.touch("a")
-    assert list(store.entries()) == []
-    assert store.why_absent("a") == "never stored"
-    assert capsys.readouterr().err.count("warning") == 1
+def test_a_store_that_cannot_store_at_the_end(
+    filled: Path, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was generated is not stored; the run ends as it would have."""
+
+    def fail(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    with Model.from_gguf(talker, n_threads=1) as model, closing(DiskStore(filled)) as store:
+        sequence, prompts = model.context(n_ctx=512).sequence(PROMPT), PromptCache(store)
+        monkeypatch.setattr(DiskStore, "touch_all", fail)
+        with stored_at_end(prompts, sequence):
+            pass
+    warning = "warning: the prompt cache does not store this: the disk is full\n"
+    assert capsys.readouterr().err == warning
 
 
 # --- Ctrl-C -------------------------------------------------------------------------------------

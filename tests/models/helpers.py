@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,10 @@ class ShapeWeights:
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.tensors = dict(tensors)
+
+    def names(self) -> Iterable[str]:
+        """The names of all arrays."""
+        return self.tensors.keys()
 
     def has(self, name: str) -> bool:
         """Whether there is such an array."""

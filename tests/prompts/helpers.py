@@ -88,6 +88,10 @@ class FailingStore(MemoryStore):
         self._fail("touch")
         return super().touch(key)
 
+    def touch_all(self, keys: Sequence[str]) -> set[str]:
+        self._fail("touch")
+        return super().touch_all(keys)
+
     def delete(self, key: str) -> bool:
         self._fail("delete")
         return super().delete(key)

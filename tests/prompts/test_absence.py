@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvcellar.prompts.cache import PromptCache
 from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
 from kvcellar.stores.base import Absence as Gone
+from kvcellar.stores.base import BytesLike, Note
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.golden import nmse
@@ -65,13 +66,61 @@ def test_ends_of_texts_are_evicted_first(context: Context) -> None:
     store = MemoryStore(3 * size)
     prompts = PromptCache(store, block_size=BLOCK)
     _, logits, _ = append(prompts, context, TOKENS)
-    assert why(prompts, context, TOKENS) == ("evicted", 48)
+    assert why(prompts, context, TOKENS) == ("over budget", 48)
     hit, again, _ = append(prompts, context, TOKENS)
-    assert hit == (type(hit))(70, 48, Miss("evicted", 48))
+    assert hit == (type(hit))(70, 48, Miss("over budget", 48))
     assert nmse(again, logits) < SAME
     assert store.bytes_used <= 3 * size
     append(prompts, context, text(2, 20))
     assert why(prompts, context, TOKENS) == ("evicted", 32)
+
+
+class CountingStore(MemoryStore):
+    """Counts puts, and touches in steps."""
+
+    n_puts, n_touches = 0, 0
+
+    def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
+        self.n_puts += 1
+        return super().put(key, value, note)
+
+    def touch_all(self, keys: Sequence[str]) -> set[str]:
+        self.n_touches += 1
+        return super().touch_all(keys)
+
+
+@pytest.mark.parametrize("n_fitting", [1, 2, 3])
+def test_a_text_larger_than_the_budget_is_written_once(context: Context, n_fitting: int) -> None:
+    """The beginning that fits; each append touches it, and writes nothing."""
+    size = block_bytes(context)
+    store = CountingStore(n_fitting * size + size // 2)
+    prompts = PromptCache(store, block_size=BLOCK)
+    for attempt in range(4):
+        hit, _, sequence = append(prompts, context, TOKENS)
+        assert hit.n_reused == (n_fitting * BLOCK if attempt else 0)
+        assert (store.n_puts, len(keys(store))) == (n_fitting, n_fitting)
+        sequence.close()
+    assert why(prompts, context, TOKENS) == ("over budget", n_fitting * BLOCK)
+    assert "the text exceeds the store's budget" in str(Miss("over budget", 0))
+    append(prompts, context, text(3, 20))
+    append(prompts, context, TOKENS)
+    assert n_reused(prompts, context, TOKENS) == n_fitting * BLOCK
+
+
+def test_blocks_are_touched_in_two_steps_at_most(context: Context) -> None:
+    """However many there are; their order is that of the text, the beginning used last."""
+    store = CountingStore()
+    prompts = PromptCache(store, block_size=BLOCK)
+    append(prompts, context, TOKENS)
+    longer = TOKENS[:64] + text(2, 100)
+    store.n_touches = 0
+    sequence = append(prompts, context, longer)[2]
+    assert store.n_touches == 2
+    starts = [entry.note["start"] for entry in store.entries()]
+    assert starts == [BLOCK * i for i in reversed(range(10))]
+    prompts.store(sequence)
+    assert store.n_touches == 3
+    assert [entry.note["start"] for entry in store.entries()] == starts
 
 
 def test_a_text_in_use_keeps_its_beginning(context: Context) -> None:
@@ -306,6 +355,6 @@ def test_another_salt_finds_nothing_and_hears_of_nothing(shared: Path, arch: str
             for asked in (TOKENS, other, text(3, 300)):
                 assert why(yours, context, asked) == ("nothing stored", 0)
             append(yours, context, TOKENS[:40])
-            assert n_reused(mine, context, TOKENS[:40]) == (32 if store._max_bytes is None else 0)
+            assert n_reused(mine, context, TOKENS[:40]) == (32 if store.max_bytes is None else 0)
             for sequence in context.sequences:
                 sequence.close()

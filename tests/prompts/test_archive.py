@@ -207,9 +207,7 @@ def test_a_name_that_is_there_twice_is_refused(exported: Path) -> None:
         import_blocks(MemoryStore(), exported)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"PK\x05\x06", b"no zip at all", b"PK\x05\x06" + b"\0" * 18]
-)
+@pytest.mark.parametrize("content", [b"PK\x05\x06", b"no zip at all", b"PK\x05\x06" + b"\0" * 18])
 def test_what_is_no_archive_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.zip"
     path.write_bytes(content)

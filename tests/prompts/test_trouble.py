@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -20,11 +21,15 @@ from kvcellar.runtime.context import Context
 from kvcellar.stores.base import BytesLike
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.memory import MemoryStore
+from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
+from tests.disks import DISKS
 from tests.prompts.helpers import BLOCK, SIZES, FailingStore, append, failing, keys, n_reused
 from tests.prompts.worker import shared_text
 from tests.runtime.archs import F32, SAME, fresh, opened, text
+from tests.stores.conftest import running_redis
+from tests.stores.fake_redis import GARBAGE, Proxy, serving
 
 TOKENS = text(1, 70)
 KINDS = ["llama-dense", "gemma3-dense", "jamba-dense", "mamba-dense"]
@@ -110,21 +115,35 @@ def test_an_interrupted_prompt_is_not_there_but_what_was_computed_is_stored(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["put", "touch", "get", "has"])
-def test_a_store_that_fails_costs_no_text(context: Context, verb: str) -> None:
+def test_a_store_that_fails_costs_no_text(
+    context: Context, caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    """It is said once, however often it fails."""
     store = FailingStore()
     prompts = PromptCache(store, block_size=BLOCK)
     append(prompts, context, TOKENS[:40])
     sequence = context.sequence()
-    with failing(store, verb), pytest.raises(StoreError, match=f"{verb} fails"):
-        prompts.append(sequence, TOKENS)
-    assert sequence.tokens == TOKENS
-    assert nmse(sequence.logits, fresh(context, TOKENS)) < SAME
-    with failing(store, "put"), pytest.raises(StoreError, match="put fails"):
+    with failing(store, verb):
+        hit = prompts.append(sequence, TOKENS)
+        assert (hit.n_reused == 0) == hit.has_failed == (verb in ("get", "has"))
+        assert str(prompts.trouble) == f"{verb} fails"
+        assert sequence.tokens == TOKENS
+        assert nmse(sequence.logits, fresh(context, TOKENS)) < SAME
+        with context.sequence() as other:
+            prompts.append(other, TOKENS)
+            assert other.tokens == TOKENS
+    with failing(store, "put"):
         prompts.append(sequence, text(2, 30))
     assert sequence.tokens == TOKENS + text(2, 30)
+    said = [f"{name} fails" for name in dict.fromkeys([verb, "put"])]
+    expected = said[:1] if verb == "touch" else said
+    assert [record.getMessage() for record in caplog.records] == [
+        f"continuing without the prompt cache: {one}" for one in expected
+    ]
     prompts.append(sequence, text(3, 20))
     whole = TOKENS + text(2, 30) + text(3, 20)
     hit, logits, _ = append(prompts, context, whole)
+    assert prompts.trouble is None
     assert nmse(logits, fresh(context, whole)) < SAME
     assert hit.n_reused == (112 if "llama" in str(context.model.path) else 32)
 
@@ -135,10 +154,126 @@ def test_restoring_from_a_store_that_fails_leaves_it_empty(llama: Context, verb:
     prompts = PromptCache(store, block_size=BLOCK)
     append(prompts, llama, TOKENS)
     sequence = llama.sequence()
-    with failing(store, verb), pytest.raises(StoreError, match=f"{verb} fails"):
-        prompts.restore(sequence, TOKENS)
+    with failing(store, verb):
+        hit = prompts.restore(sequence, TOKENS)
+    assert (hit.n_reused, hit.why) == (0, Miss("store failed", 0))
+    assert "the store failed when it was asked for token 0" in str(hit)
     assert (len(sequence), sequence.tokens) == (0, [])
     assert prompts.restore(sequence, TOKENS).n_reused == 64
+    assert prompts.trouble is None
+
+
+def test_it_warns_again_after_the_store_has_worked(
+    llama: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it can be read and whether it can be written are two things."""
+    store = FailingStore()
+    prompts = PromptCache(store, block_size=BLOCK)
+    for n_warnings, seed in ((1, 1), (2, 4)):
+        with failing(store, "put"):
+            for more in range(2):
+                append(prompts, llama, text(seed + more, 40))[2].close()
+                assert n_reused(prompts, llama, text(9, 40)) == 0
+        assert len(caplog.records) == n_warnings
+        assert str(prompts.trouble) == "put fails"
+        append(prompts, llama, text(seed, 40))
+        assert prompts.trouble is None
+        assert n_reused(prompts, llama, text(seed, 40)) == 32
+        for sequence in llama.sequences:
+            sequence.close()
+
+
+def test_a_store_that_is_slow_to_fail_is_left_alone(
+    llama: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For nine times as long, half a minute at most; other uses of it are not."""
+    now, asked = 100.0, list[float]()
+
+    def fail(_: object) -> bool:
+        nonlocal now
+        asked.append(now)
+        now += 2
+        raise StoreError("no answer in time")
+
+    store = FailingStore()
+    prompts = PromptCache(store, block_size=BLOCK)
+    monkeypatch.setattr("kvcellar.prompts.cache.monotonic", lambda: now)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "has", fail)
+        for _ in range(40):
+            with llama.sequence() as sequence:
+                assert prompts.append(sequence, TOKENS[:20]).has_failed
+            now += 1
+    assert asked == [100.0, 120.0, 140.0]
+    now += 14
+    assert n_reused(prompts, llama, TOKENS[:20]) == 0
+    append(prompts, llama, TOKENS[:20])
+    assert n_reused(prompts, llama, TOKENS[:20]) == 16
+    for took, left_alone in ((0.5, 0), (1.5, 13.5), (60, 30)):
+        assert _pause(PromptCache(store), monkeypatch, took) == left_alone
+
+
+def _pause(prompts: PromptCache, monkeypatch: pytest.MonkeyPatch, took_s: float) -> float:
+    times = iter([1000.0, 1000.0 + took_s, 2000.0])
+    monkeypatch.setattr("kvcellar.prompts.cache.monotonic", lambda: next(times))
+
+    def fail() -> None:
+        raise StoreError("no")
+
+    prompts._try("store", fail, None)
+    return prompts._asked_again["store"] - 2000.0
+
+
+@pytest.mark.parametrize("kind", DISKS)
+def test_a_folder_on_a_full_disk(
+    llama: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Texts that are there are restored, those that are not are computed and not stored."""
+    with DISKS[kind](tmp_path / "disk") as disk:
+        first = DiskStore(disk.root / "store")
+        append(PromptCache(first, block_size=BLOCK), llama, TOKENS)
+        first.close()
+        disk.fill()
+        store = DiskStore(disk.root / "store")
+        prompts = PromptCache(store, block_size=BLOCK)
+        caplog.clear()
+        for _ in range(2):
+            hit, logits, sequence = append(prompts, llama, TOKENS + text(2, 30))
+            assert hit.n_reused == 64
+            assert nmse(logits, fresh(llama, TOKENS + text(2, 30))) < SAME
+            sequence.close()
+            assert n_reused(prompts, llama, TOKENS) == 64
+        (record,) = caplog.records
+        assert "continuing without the prompt cache: " in record.getMessage()
+        assert disk.why in record.getMessage()
+        disk.free()
+        append(prompts, llama, TOKENS + text(2, 30))[2].close()
+        assert prompts.trouble is None
+        assert n_reused(prompts, llama, TOKENS + text(2, 30)) == 96
+        assert store.verify().is_sound
+        store.close()
+
+
+def test_a_server_that_speaks_garbage_and_then_is_back(
+    llama: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_redis() as behind, serving(proxy := Proxy(behind)) as url:
+        store = RedisStore(url, prefix=f"trouble-{uuid.uuid4()}:")
+        prompts = PromptCache(store, block_size=BLOCK)
+        append(prompts, llama, TOKENS)[2].close()
+        for n_warnings, what in enumerate(("HTTP", "closes at once", "half a reply, and waits"), 1):
+            proxy.misbehave = GARBAGE[what]
+            for _ in range(2):
+                hit, logits, sequence = append(prompts, llama, TOKENS)
+                assert hit.has_failed
+                assert nmse(logits, fresh(llama, TOKENS)) < SAME
+                sequence.close()
+            proxy.misbehave = None
+            assert len(caplog.records) == n_warnings
+            hit, _, sequence = append(prompts, llama, TOKENS)
+            assert (hit.n_reused, prompts.trouble) == (64, None)
+            sequence.close()
+        store.close()
 
 
 def test_storing_in_a_store_that_fails(context: Context) -> None:

@@ -119,8 +119,7 @@ def test_converted_types(shared: Path, path: Path) -> None:
 
 
 def test_several_and_one(plain: Context, path: Path) -> None:
-    plain.sequence(TEXT)
-    plain.sequence(text(2, 5))
+    both = plain.sequence(TEXT), plain.sequence(text(2, 5))
     plain.save(path)
     sequence = plain.sequence()
     unchanged(
@@ -128,17 +127,19 @@ def test_several_and_one(plain: Context, path: Path) -> None:
     )
     unchanged(plain, SnapshotMismatch, "sequences 2", lambda: sequence.load(path, positions=90))
     unchanged(plain, SequenceIdError, "taken", lambda: plain.load_all(path))
+    assert [len(one) for one in both] == [len(TEXT), 5]
 
 
 @pytest.mark.parametrize("arch", KINDS[:4])
 def test_no_room(shared: Path, arch: str, path: Path) -> None:
     written(shared, arch, path)
     with opened(shared, arch, n_ctx=64, **F32) as context:
-        context.sequence(text(2, 30))
+        held = context.sequence(text(2, 30))
         unchanged(context, CacheFull, "40 cells needed, 34 free", lambda: context.load(path))
         sequence = context.sequence()
         unchanged(context, CacheFull, "40 cells needed", lambda: sequence.load(path))
         assert context.load(path, stop=30).tokens == TEXT[:30] if arch == KINDS[0] else True
+        assert held.tokens == text(2, 30)
 
 
 @pytest.mark.parametrize("arch", KINDS)

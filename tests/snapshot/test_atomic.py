@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kvcellar.snapshot.atomic import replacing
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
+from tests.disks import DISKS
 
 Save = Callable[[Path], object]
 
@@ -132,6 +135,47 @@ def test_what_is_no_file_is_named_and_stays(tmp_path: Path, what: str) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_a_new_file_follows_the_umask(tmp_path: Path, umask: int) -> None:
+    """As any file that somebody writes; what is being written is for nobody else."""
+    before = os.umask(umask)
+    try:
+        with replacing(tmp_path / "file") as beside:
+            beside.write_bytes(b"new")
+            assert mode_of(beside.parent) == 0o700
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "file") == 0o666 & ~umask
+
+
+def test_what_a_killed_process_left_goes_a_day_later(tmp_path: Path) -> None:
+    """With all that a library put there; younger folders are being written."""
+    old, young = (tmp_path / f".kvcellar-{digit * 16}" for digit in "0f")
+    other = tmp_path / ".kvcellar-mine"
+    for folder in (old, young, other):
+        folder.mkdir()
+        (folder / ".tmp123").write_bytes(b"half")
+        os.utime(folder, (time.time() - 90_000,) * 2)
+    os.utime(young, (time.time() - 80_000,) * 2)
+    write(tmp_path / "file")
+    assert set(tmp_path.iterdir()) == {young, other, tmp_path / "file"}
+
+
+@pytest.mark.parametrize("kind", DISKS)
+def test_a_full_disk_is_named(tmp_path: Path, kind: str) -> None:
+    with DISKS[kind](tmp_path / "disk") as disk:
+        path = disk.root / "file"
+        write(path, b"old")
+        disk.fill()
+        before = set(disk.root.iterdir())
+        with pytest.raises(SnapshotFileError, match=f"cannot write {path}: {disk.why}"):
+            write(path, bytes(5000))
+        assert (path.read_bytes(), set(disk.root.iterdir())) == (b"old", before)
+        disk.free()
+        write(path, bytes(5000))
+        assert path.stat().st_size == 5000
+
+
 # --- all that write files -----------------------------------------------------------------------
 
 
@@ -175,3 +219,39 @@ def test_whoever_saves(context: Context, tmp_path: Path, how: str) -> None:
         SAVES[how](context, pipe)
     assert pipe.is_fifo()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+@pytest.mark.parametrize("kind", DISKS)
+@pytest.mark.parametrize("how", SAVES)
+def test_whoever_saves_on_a_full_disk(
+    context: Context, tmp_path: Path, kind: str, how: str
+) -> None:
+    """There is the old file, or none; the disk is named, and nothing stays there."""
+    with DISKS[kind](tmp_path / "disk") as disk:
+        old, new = disk.root / "old", disk.root / "new"
+        SAVES[how](context, old)
+        before = old.read_bytes()
+        disk.fill()
+        there = set(disk.root.iterdir())
+        for path in (old, new):
+            with pytest.raises(SnapshotFileError, match=f"cannot write {path}: {disk.why}"):
+                SAVES[how](context, path)
+        assert (old.read_bytes(), set(disk.root.iterdir())) == (before, there)
+        disk.free()
+        SAVES[how](context, new)
+
+
+def test_a_process_that_is_killed_leaves_one_folder(tmp_path: Path) -> None:
+    """Which the next to save there removes in time; the file is as it was."""
+    path = tmp_path / "file"
+    write(path, b"old")
+    if (child := os.fork()) == 0:
+        with replacing(path) as beside:
+            beside.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert path.read_bytes() == b"old"
+    (left,) = set(tmp_path.iterdir()) - {path}
+    os.utime(left, (1, 1))
+    write(path)
+    assert list(tmp_path.iterdir()) == [path]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,10 +58,10 @@ def running_redis(*options: str) -> Iterator[str]:
 
 def socket_of(url: str) -> str:
     """The URL of the same server's socket, as the server itself tells."""
-    from kvcellar.stores.redis import RedisClient
+    from kvcellar.stores.redis_client import RedisClient
 
     client = RedisClient(url)
-    answer = client.call("CONFIG", "GET", "unixsocket")
+    answer: Any = client.call("CONFIG", "GET", "unixsocket")
     client.close()
     found = answer[b"unixsocket"] if isinstance(answer, dict) else answer[1]
     return f"unix://{found.decode()}"

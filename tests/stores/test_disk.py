@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +21,7 @@ from kvcellar.stores.disk import DiskStore, index
 from kvcellar.stores.disk import store as store_module
 from kvcellar.stores.disk.files import Name, header_of, map_value, write_value
 from kvcellar.testing.store_use import content, found, order, refusal, value_of
+from tests.disks import files_of_at_most
 
 
 @pytest.fixture
@@ -48,17 +47,6 @@ def files(root: Path) -> list[Path]:
 
 def state(root: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(root.rglob("*"))}
-
-
-@contextmanager
-def files_of_at_most(n_bytes: int) -> Iterator[None]:
-    """As if the disk were full beyond that."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- opening ------------------------------------------------------------------------------------

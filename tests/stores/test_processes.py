@@ -13,7 +13,7 @@ import pytest
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.index import newest_index
 from kvcellar.stores.opening import open_store
-from kvcellar.stores.redis import RedisClient
+from kvcellar.stores.redis_client import RedisClient
 from kvcellar.testing.store_use import NaiveStore, content, order, value_of
 from tests.stores.worker import MAX_BYTES, numbered
 

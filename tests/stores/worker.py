@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvcellar.errors import StoreError
 from kvcellar.stores.base import Entry
 from kvcellar.stores.disk import DiskStore
+from kvcellar.stores.disk.access import Access
 from kvcellar.stores.disk.files import Name, write_value
 from kvcellar.stores.disk.index import index_path, newest_index
 from kvcellar.stores.opening import open_store
@@ -43,10 +45,23 @@ def clean(where: str) -> None:
     while True:
         for i in range(20):
             name = Name.new(f"stray{i}")
-            write_value(
-                name.under(Path(where)), Entry(name.key, 3, 0, 0, {}), [memoryview(b"abc")], False
-            )
+            entry, pieces = Entry(name.key, 3, 0, 0, {}), [memoryview(b"abc")]
+            write_value(name.under(Path(where)), entry, pieces, False, Access())
         store.gc(0)
+
+
+def press(where: str) -> None:
+    """Fill a disk with values, then delete some and put others, without end."""
+    store, i = DiskStore(where), 0
+    while True:
+        key, value = numbered(i + 10)
+        i += 1
+        try:
+            store.put(key, [value])
+        except StoreError:
+            _tell("full")
+            for entry in [entry for entry in store.entries() if len(entry.key) > 2][:3]:
+                store.delete(entry.key)
 
 
 def rebuild(where: str, pause_s: str = "0") -> None:
@@ -76,6 +91,7 @@ def _tell(what: str) -> None:
 TASKS: dict[str, Callable[..., None]] = {
     "write": write,
     "clean": clean,
+    "press": press,
     "rebuild": rebuild,
     "use": use,
 }

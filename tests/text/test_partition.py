@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +35,25 @@ def test_the_longer_of_two_that_overlap_wins() -> None:
 
 
 def test_white_space_after_a_match_can_go() -> None:
-    partition = Partition([("<x>", 1)], strip_after=True)
-    assert partition.split("a <x> \n b<x>") == ["a ", 1, "b", 1]
+    partition = Partition([("<x>", 1), ("<y>", 2), ("b", 3)], strip_after={1})
+    assert partition.split("a <x> \n b<x> <y> ") == ["a ", 1, 3, 1, 2, " "]
+
+
+def test_white_space_before_a_match_can_go() -> None:
+    partition = Partition([("<x>", 1), ("<yy>", 2)], strip_before={1})
+    assert partition.split("a \n<x> <yy> <x>\t") == ["a", 1, " ", 2, 1, "\t"]
+
+
+def test_space_that_was_stripped_is_no_other_token() -> None:
+    assert Partition([("<x>", 1), ("\n", 2)], strip_after={1}).split("<x>\n\n<") == [1, "<"]
+
+
+def test_a_long_text_full_of_tokens_takes_no_quadratic_time() -> None:
+    tokens = [f"<{i}>" for i in range(10000)]
+    partition = Partition([(token, i) for i, token in enumerate(tokens)])
+    begin = time.process_time()
+    assert partition.split("".join(tokens)) == list(range(10000))
+    assert time.process_time() - begin < 10
 
 
 def test_nothing_gives_nothing() -> None:

@@ -178,7 +178,7 @@ def test_tokens_that_are_no_text_are_never_met_but_keep_their_bytes(bpe: Maker) 
     assert tokenizer.encode("hi") == [256]
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", "rwkv"), ("pre", "quux")])
+@pytest.mark.parametrize(("key", "value"), [("model", "quuz"), ("pre", "quux")])
 def test_unknown_kinds_are_named(bpe: Maker, key: str, value: str) -> None:
     metadata = bpe(("h i",)) | {f"tokenizer.ggml.{key}": value}
     with pytest.raises(UnsupportedModel, match=value):

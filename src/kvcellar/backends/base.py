@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from kvcellar.backends.operations import Forward, Weights
+from kvcellar.files import FileStamp
 from kvcellar.plan import Plan
 from kvcellar.types import (
     ByteArray,
@@ -187,6 +188,10 @@ class ModelFile(Protocol[T]):
     @property
     def path(self) -> Path:
         """The file."""
+
+    @property
+    def stamp(self) -> FileStamp:
+        """Its stamp when it was opened."""
 
     @property
     def metadata(self) -> Mapping[str, object]:

@@ -16,12 +16,14 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcellar.backends.cgroups import Group, groups
 from kvcellar.errors import AllocationError
 from kvcellar.types import ByteArray
 
@@ -108,7 +110,19 @@ def _ask_resident(address: int, n_bytes: int, pages: ByteArray) -> None:
 
 T = TypeVar("T", bound=np.generic)
 
-_CGROUP = Path("/sys/fs/cgroup")
+_LINE = 64
+_SMALL_THINGS = 4 * 2**20
+"""What the system's allocator asks for at once, and more."""
+
+_MEMORY_FILES = MappingProxyType(
+    {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+)
+"""Of each generation of control groups: the limit, what is used, and the line of what is not."""
+_UNLIMITED = 2**62
+"""What the first generation gives where there is no limit is close to ``2**63``."""
 
 
 def available_bytes() -> int | None:
@@ -144,6 +158,35 @@ def scratch(buffer: str, n: int, dtype: type[T]) -> npt.NDArray[T]:
         raise AllocationError(buffer, n_bytes) from None
 
 
+def aligned(buffer: str, n_bytes: int) -> ByteArray:
+    """Allocate bytes of any value that begin where a line of the processor's cache does.
+
+    Raises:
+        AllocationError: they cannot be had.
+    """
+    try:
+        memory = np.empty(n_bytes + _LINE, np.uint8)
+    except (MemoryError, ValueError):
+        raise AllocationError(buffer, n_bytes) from None
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + n_bytes]
+
+
+def check_room(buffer: str, n_bytes: int = 0) -> None:
+    """Check that the system promises that much, and what small things take beside it.
+
+    Code in C that cannot allocate ends the process, so it is asked before. What is promised is
+    given back at once: another thread may take it first, but hardly all of it.
+
+    Raises:
+        AllocationError: it does not.
+    """
+    try:
+        _anonymous(n_bytes + _SMALL_THINGS).close()
+    except MemoryError:
+        raise AllocationError(buffer, n_bytes) from None
+
+
 def _fits(n_bytes: int) -> bool:
     available = available_bytes()
     return available is None or n_bytes <= available - owed_bytes()
@@ -160,20 +203,30 @@ def _meminfo_available() -> int | None:
     return None
 
 
-def _cgroup_available() -> int | None:
-    """What the limit of a container leaves; file pages it would drop for us do not count."""
+def _cgroup_available(root: Path = Path("/")) -> int | None:
+    """What the limits of containers leave, the least of them; None: there are none.
+
+    Args:
+        root: where ``proc`` is.
+    """
+    left = (_left(group) for group in groups("memory", root))
+    return min((n for n in left if n is not None), default=None)
+
+
+def _left(group: Group) -> int | None:
+    """What a group's limit leaves; file pages it would drop for us do not count as used."""
+    limit, used, droppable = _MEMORY_FILES[group.version]
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
+        most = int(group.read(limit) or "")  # "max": no limit
+        if most >= _UNLIMITED:
             return None
-        used = int((_CGROUP / "memory.current").read_text()) - _cgroup_droppable()
-        return max(int(limit) - used, 0)
-    except (OSError, ValueError):
+        return max(most - int(group.read(used) or "") + _droppable(group, droppable), 0)
+    except ValueError:
         return None
 
 
-def _cgroup_droppable() -> int:
-    for line in (_CGROUP / "memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
+def _droppable(group: Group, field: str) -> int:
+    for line in (group.read("memory.stat") or "").splitlines():
+        if line.startswith(f"{field} "):
             return int(line.split()[1])
     return 0

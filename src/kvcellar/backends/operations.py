@@ -5,7 +5,7 @@ Shapes are given the NumPy way, tokens first; T is the backend's tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -199,6 +199,9 @@ class Ops(Protocol[T]):
 
 class Weights(Protocol[T_co]):
     """The tensors of a model file, by name; shapes are given the NumPy way."""
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that the file has."""
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor."""

@@ -4,8 +4,7 @@ The table says who owns which cell, the store holds the bytes, and this class ke
 together: what a verb does to positions is applied to K rows by ``update``, which ``take`` calls.
 What that means for the bytes is in ``rows.py``, and how it is taken back in ``transaction.py``.
 
-* Invariant 5: a failed operation changes nothing. Whatever can fail is tried before anything is
-  changed; an open placement undoes itself.
+* Invariant 5: a failed operation changes nothing; see ``changes.py``.
 * Invariant 6: the K row of a cell is the key rotated to ``position - pending``; after ``update``,
   to ``position``. V is never touched by a shift.
 * Invariant 9: rows of freed cells are zeroed before attention looks at them again.
@@ -21,17 +20,18 @@ import numpy as np
 
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch, Rows
-from kvcellar.cache.base import Cache, Coupled, OnShared, Remember
+from kvcellar.cache.base import Cache, Coupled, OnShared
+from kvcellar.cache.changes import Changes, Remember, Undo, atomic
 from kvcellar.cache.content import NO_TOKENS, CellData, RowBytes, SequenceData
 from kvcellar.cache.placement import (
+    CellPart,
     CellPlacement,
-    Placement,
     check_coupled,
     find_cells,
     require_free,
 )
 from kvcellar.cache.rows import StoreSync
-from kvcellar.cache.transaction import CellTransaction
+from kvcellar.cache.transaction import CellSavepoint
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable, check_moved
 from kvcellar.cellsets import (
@@ -83,6 +83,12 @@ class AttentionCache(Cache):
         self._sync = StoreSync(self.table, store, defrag_threshold)
         self._nest = self._sync.journal.open
         self.watch(self._sync.remember_request)
+        self.join(self.changes)
+
+    def join(self, changes: Changes) -> None:
+        """Take part in these changes from now on."""
+        super().join(changes)
+        self._sync.join(changes)
 
     # -- questions
 
@@ -94,11 +100,13 @@ class AttentionCache(Cache):
     @property
     def used(self) -> int:
         """How many cells have an owner."""
+        self.changes.settle()
         return self.table.used
 
     @property
     def token_count(self) -> int:
         """The sum of owners over cells: a shared cell counts once for each."""
+        self.changes.settle()
         return self.table.token_count
 
     @property
@@ -117,6 +125,7 @@ class AttentionCache(Cache):
 
     def n_free(self) -> int:
         """How many cells may be filled."""
+        self.changes.settle()
         return self.table.n_free()
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -152,29 +161,35 @@ class AttentionCache(Cache):
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The state of all cells as a value, with at most n_seq_max owners shown a cell."""
+        self.changes.settle()
         return CacheView.of(self.table, n_seq_max)
 
     def check(self) -> None:
         """Prove invariants 1 to 4; see :mod:`kvcellar.cells`."""
+        self.changes.settle()
         self.table.check()
 
     # -- llama.cpp's verbs
 
+    @atomic
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from the range; always True here."""
         self.require_idle()
         return self.table.seq_rm(seq_id, p0, p1)
 
+    @atomic
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share src's cells in the range with dst, in place of what dst had there."""
         self.require_idle()
         self.table.seq_cp(src, dst, p0, p1)
 
+    @atomic
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
         self.require_idle()
         self.table.seq_keep(seq_id)
 
+    @atomic
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Move positions in the range by delta; cells driven below 0 are freed.
 
@@ -204,6 +219,7 @@ class AttentionCache(Cache):
             table.shift(seq, moving, table.positions[moving], delta)
         table.head = cell_bounds(freed)[0] if cell_count(freed) else 0
 
+    @atomic
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
         self.require_idle()
@@ -218,31 +234,36 @@ class AttentionCache(Cache):
                 self._copy_shared(seq, moving)
             self.table.seq_div(seq, lo, hi, d)
 
+    @atomic
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
         self.require_idle()
         self._sync.clear(data)
 
+    @atomic
     def defrag(self, max_moves: int | None = None) -> None:
         """Ask for compaction at the next update, of at most ``max_moves`` runs of cells."""
         self.require_idle()
         self._sync.request(max_moves)
 
+    @atomic
     def update(self) -> None:
         """Apply what is pending: first rotate K rows, then compact.
 
         If a row cannot be copied, rows that were rotated stay so and compaction stays asked for.
         """
         self.require_idle()
-        self._sync.update()
+        self._sync.update(self._remember)
 
     # -- beyond llama.cpp's
 
+    @atomic
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on; returns p0, or what follows the last position if lower."""
         self.seq_rm(seq_id, max(p0, 0), -1)
         return min(max(p0, 0), self.seq_pos_max(seq_id) + 1)
 
+    @atomic
     def seq_cut(self, seq_id: int, p0: int, p1: int) -> bool:
         """Drop a range and close the gap; what could fail in the second step is tried first."""
         if not self.keeps_every_token:  # the first step may fail: take it back
@@ -277,6 +298,7 @@ class AttentionCache(Cache):
         cells = self._export_cells(seq_ids, lo, hi, checkpoints)
         return SequenceData(len(seq_ids), (cells,), start=lo)
 
+    @atomic
     def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound content into free cells; the caller takes back what fails half way.
 
@@ -294,18 +316,27 @@ class AttentionCache(Cache):
             check_coupled(self.table, rows.owners)
         require_free(self.table, len(rows.positions))
 
-    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+    def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], None]:
         """Take cells for microbatches that were checked; what is pending is applied first."""
-        self._sync.update()
-        taken = CellPlacement(self.table, self._padding, self._window, micros, self.store.wipe)
-        self._open = Placement(micros, (taken,))
+        self._sync.update(self._remember)
+        taken = CellPlacement(self.table, self._padding, self._window, micros, self._sync.wipe)
+        self._sync.before_writing(taken.cells)
         self._sync.wipe_freed(taken.n_kv)
-        return self._open
+        return [taken], None
 
     # -- steps
 
-    def _begin(self, watchers: Sequence[Remember]) -> CellTransaction:
-        return CellTransaction(self, self._sync.journal, watchers)
+    def _remember(self) -> Undo:
+        spec, rows = self.spec, self._sync.remember()
+
+        def undo() -> None:
+            self.spec = spec
+            rows()
+
+        return undo
+
+    def _begin(self, watchers: Sequence[Remember]) -> CellSavepoint:
+        return CellSavepoint(self, self._sync.journal, watchers)
 
     def _resize(self, size: int) -> None:
         self._sync.resize(size)
@@ -368,7 +399,7 @@ class AttentionCache(Cache):
         if n == 0:
             return
         cells = self._cells_for(n)
-        self._sync.mark(cells)
+        self._sync.before_writing(cells)
         write_rows(self.store, cells, content.rows)
         owners = np.asarray(seq_ids, np.int64)[content.owners[1]]
         bits = pack_owners(content.owners[0], owners, n, len(table.owners))

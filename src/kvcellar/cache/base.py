@@ -1,30 +1,36 @@
 """What every cache is: llama.cpp's verbs, placing batches, and transactions that take both back.
 
-A failed call changes nothing (invariant 5). Ranges of positions are half open and a negative bound
+A failed call changes nothing, an interrupted one neither (:mod:`kvcellar.cache.changes`). Ranges of
+positions are half open and a negative bound
 is open; a ``seq_id`` of -1 is accepted by ``seq_rm`` only, where it means every sequence. While a
 batch is placed and neither committed nor released, a cache can neither be edited nor decode another
 one; while a transaction is open, it cannot be resized.
 
 Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer one
-by a rollback ends those within it; it cannot be committed while one is open.
+by a rollback ends those within it; it cannot be committed while one is open. One that nobody refers
+to any more, as its block ended where it could not be ended itself, is rolled back.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
+from weakref import ReferenceType, ref
 
 import numpy as np
 
 from kvcellar.batch import Batch, MicroBatch, Rows, micro_batches, split_equal, split_simple
+from kvcellar.cache.changes import Changes, Remember, Undo, atomic, forward
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import Placement
+from kvcellar.cache.placement import CellPart, OpenBatch, Placement
+from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cache.view import CacheView
 from kvcellar.cellsets import clamp_range
-from kvcellar.errors import CacheError, OptionError
+from kvcellar.errors import CacheError, OptionError, not_copied
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
 
 OnShared: TypeAlias = Literal["copy", "move"]
@@ -33,18 +39,13 @@ OnShared: TypeAlias = Literal["copy", "move"]
 Coupled: TypeAlias = Literal["same", "any"]
 """Whether a token's owners must hold the same cells; "any" is for replaying what llama.cpp did."""
 
-Undo: TypeAlias = Callable[[], None]
-Remember: TypeAlias = Callable[[], Undo]
-"""Called when a transaction begins; what it returns is called if that is rolled back."""
-
-T = TypeVar("T", bound="Transaction")
-
 
 class Cache(ABC):
     """The cache of one context.
 
     Attributes:
         spec: the shape that the cache has.
+        changes: the change that is being made to it; shared by its parts.
         parts: the caches that it is made of, the one that knows the most first; itself if it is of
             one piece.
         has_states: whether it holds recurrent states.
@@ -52,16 +53,25 @@ class Cache(ABC):
             absorbs its tokens, a window loses them.
     """
 
+    __reduce_ex__ = not_copied(
+        "a cache", "make another, and copy sequences with seq_cp, or with state_get and state_set"
+    )
+
     spec: CacheSpec
     parts: tuple[Cache, ...]
     has_states: bool = False
     keeps_every_token: bool = True
-    _nest: Sequence[Transaction]  # the open transactions, the innermost last
-    _open: Placement | None = None  # the batch that is being decoded
+    _nest: Sequence[Savepoint]  # the open transactions, the innermost last
 
     def __init__(self) -> None:
         self.parts = (self,)
         self._watchers: list[Remember] = []
+        self.changes = Changes()
+
+    def join(self, changes: Changes) -> None:
+        """Take part in these changes from now on; what the cache of several parts calls."""
+        self.changes = changes
+        changes.join(self._remember)
 
     # -- questions
 
@@ -179,6 +189,7 @@ class Cache(ABC):
 
     # -- beyond llama.cpp's
 
+    @atomic
     def seq_cut(self, seq_id: int, p0: int, p1: int) -> bool:
         """Drop a sequence from ``[p0, p1)`` and move what follows up to p0.
 
@@ -191,11 +202,10 @@ class Cache(ABC):
         if not self.can_shift:
             return False
         lo, hi = clamp_range(p0, p1)
-        with self.transaction():
-            if not self.seq_rm(seq_id, lo, hi):
-                return False
-            if lo < hi:
-                self.seq_add(seq_id, hi, -1, lo - hi)
+        if not self.seq_rm(seq_id, lo, hi):
+            return False
+        if lo < hi:
+            self.seq_add(seq_id, hi, -1, lo - hi)
         return True
 
     @abstractmethod
@@ -215,6 +225,7 @@ class Cache(ABC):
         """
         return False
 
+    @atomic
     def resize(self, size: int) -> None:
         """Resize to ``size`` cells, whatever they hold; compact if it would not fit otherwise.
 
@@ -250,14 +261,20 @@ class Cache(ABC):
 
     # -- transactions
 
+    @atomic
     def transaction(self) -> Transaction:
         """What happens from here on can be taken back; see :class:`Transaction`."""
         self.require_idle()
-        return self._begin(self._watchers)
+        savepoint = self._begin(self._watchers)
+        transaction = Transaction(savepoint)
+        savepoint.holder = ref(transaction)
+        self.changes.lasting.append(savepoint)
+        return transaction
 
     @property
     def in_transaction(self) -> bool:
         """Whether a transaction is open."""
+        self.changes.settle()
         return bool(self._nest)
 
     def watch(self, remember: Remember) -> None:
@@ -270,6 +287,7 @@ class Cache(ABC):
 
     # -- decoding
 
+    @atomic
     def place(
         self,
         batch: Batch,
@@ -309,62 +327,67 @@ class Cache(ABC):
     def check_rows(self, rows: Rows, coupled: Coupled) -> None:
         """Raise if a batch that is well formed cannot be placed; changes nothing."""
 
-    @abstractmethod
+    @atomic
     def take(self, micros: Sequence[MicroBatch]) -> Placement:
         """Take what microbatches need that were checked, or raise and take nothing."""
+        groups, states = self._take(micros)
+        batch = OpenBatch(self.changes, micros, groups, states)
+        placement = Placement(batch)
+        batch.holder = ref(placement)
+        self.changes.lasting.append(batch)
+        return placement
 
     @property
     def is_decoding(self) -> bool:
         """Whether a batch has been placed and neither committed nor released."""
-        return self._open is not None and self._open.is_open
+        self.changes.settle()
+        return self._open_batch() is not None
 
     def require_idle(self) -> None:
         """Raise CacheError while a batch is being decoded."""
-        if self._open is not None:
-            if self._open.first.is_open:
-                raise CacheError("a batch is being decoded: commit or release its placement first")
-            self._open = None
+        if self.changes.lasting and self._open_batch() is not None:
+            raise CacheError("a batch is being decoded: commit or release its placement first")
 
-    def abandon(self) -> None:
-        """Release what a batch that is being decoded took."""
-        if self._open is not None:
-            self._open.release()
+    def _open_batch(self) -> OpenBatch | None:
+        return next((one for one in self.changes.lasting if isinstance(one, OpenBatch)), None)
 
     # -- what each kind does
 
     @abstractmethod
-    def _begin(self, watchers: Sequence[Remember]) -> Transaction:
-        """Open a transaction within those that are open, and add it to ``_nest``."""
+    def _remember(self) -> Undo:
+        """Return what puts back all of this cache's own that a change may alter."""
+
+    @abstractmethod
+    def _take(
+        self, micros: Sequence[MicroBatch]
+    ) -> tuple[Sequence[CellPart], StatePlacement | None]:
+        """Take what microbatches need of every group, and of the states if there are any."""
+
+    @abstractmethod
+    def _begin(self, watchers: Sequence[Remember]) -> Savepoint:
+        """Open a savepoint within those that are open, and add it to ``_nest``."""
 
     @abstractmethod
     def _resize(self, size: int) -> None:
         """Resize the rows to ``size`` cells and update ``spec``."""
 
 
-class Transaction(ABC):
+class Transaction:
     """What happens to a cache from here on, to be kept or taken back.
 
     As a context manager it commits when the block ends, and rolls back when it ends by an
     exception. After a :meth:`rollback` within the block, the rest of it stands on its own.
-
-    Args:
-        cache: what it is about.
-        nest: the open transactions of the cache, the innermost last, itself from now on among them.
-        watchers: those outside of the cache that take part.
     """
 
-    def __init__(
-        self, cache: Cache, nest: Sequence[Transaction], watchers: Sequence[Remember]
-    ) -> None:
-        self._cache = cache
-        self._nest = nest
-        self._undos = [remember() for remember in watchers]
-        self._state: Literal["open", "committed", "rolled back"] = "open"
+    __reduce_ex__ = not_copied("a transaction", "open another within it with cache.transaction()")
+
+    def __init__(self, savepoint: Savepoint) -> None:
+        self._savepoint = savepoint
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be committed or rolled back."""
-        return self._state == "open"
+        return self._savepoint.state == "open"
 
     def commit(self) -> None:
         """Keep what happened; an outer transaction can still take it back.
@@ -372,14 +395,7 @@ class Transaction(ABC):
         Raises:
             CacheError: it has ended already, an inner one is open, or a batch is being decoded.
         """
-        if self._state != "open":
-            raise CacheError(f"this transaction is {self._state} already")
-        if self._nest[-1] is not self:
-            raise CacheError("a transaction within this one is open: end that one first")
-        self._cache.require_idle()
-        self._keep()
-        self._state = "committed"
-        self._ended(kept=True)
+        self._savepoint.commit()
 
     def rollback(self) -> None:
         """Take back what happened, what inner transactions committed included.
@@ -389,20 +405,11 @@ class Transaction(ABC):
         Raises:
             CacheError: it was committed.
         """
-        if self._state == "committed":
+        if self._savepoint.state == "committed":
             raise CacheError("this transaction is committed and cannot be taken back")
-        if self._state == "rolled back":
-            return
-        self._cache.abandon()
-        while self._nest[-1] is not self:
-            self._nest[-1].rollback()
-        self._take_back()
-        self._state = "rolled back"
-        self._ended(kept=False)
-        for undo in reversed(self._undos):
-            undo()
+        self._savepoint.take_back()
 
-    def __enter__(self: T) -> T:
+    def __enter__(self) -> Transaction:
         return self
 
     def __exit__(
@@ -419,8 +426,76 @@ class Transaction(ABC):
         try:
             self.commit()
         except BaseException:
-            self.rollback()
+            if self.is_open:
+                self.rollback()
             raise
+
+
+class Savepoint(ABC):
+    """What a transaction takes back, and what is kept for that.
+
+    Args:
+        cache: what it is about.
+        nest: the savepoints of the cache, the innermost last, itself from now on among them.
+        watchers: those outside of the cache that take part.
+
+    Attributes:
+        holder: the transaction that ends it; None: that of the whole cache does.
+        state: "open", "committed" or "rolled back".
+    """
+
+    holder: ReferenceType[Transaction] | None = None
+
+    def __init__(
+        self, cache: Cache, nest: Sequence[Savepoint], watchers: Sequence[Remember]
+    ) -> None:
+        self._cache = cache
+        self._nest = nest
+        self._undos = [remember() for remember in watchers]
+        self.state: Literal["open", "committed", "rolled back"] = "open"
+
+    @property
+    def changes(self) -> Changes:
+        """Those of the cache."""
+        return self._cache.changes
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody can end it any more."""
+        return self.holder is not None and self.holder() is None
+
+    @atomic
+    def commit(self) -> None:
+        """Keep what happened; see :meth:`Transaction.commit`."""
+        if self.state != "open":
+            raise CacheError(f"this transaction is {self.state} already")
+        if self._nest[-1] is not self:
+            raise CacheError("a transaction within this one is open: end that one first")
+        self._cache.require_idle()
+        self._keep()
+        self._end("committed")
+
+    @forward
+    def take_back(self) -> None:
+        """Take back what happened; see :meth:`Transaction.rollback`."""
+        if self.state != "open":
+            return
+        lasting = self.changes.lasting
+        while self in lasting and lasting[-1] is not self:
+            lasting[-1].take_back()
+        while self._nest[-1] is not self:
+            self._nest[-1].take_back()
+        self._take_back()
+        self._end("rolled back")
+        for undo in reversed(self._undos):
+            undo()
+
+    def _end(self, state: Literal["committed", "rolled back"]) -> None:
+        self.changes.remember(partial(setattr, self, "state", "open"))
+        self.state = state
+        if self in self.changes.lasting:
+            self.changes.lasting.remove(self)
+        self._ended(kept=state == "committed")
 
     # -- what each kind does
 

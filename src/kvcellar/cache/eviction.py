@@ -14,9 +14,9 @@ while no evicted token is among those: then decoding on gives what a full cache 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -85,8 +85,11 @@ class WindowEviction:
                 kept.keep(freed)
                 self._journal.before_reuse(freed)
             elif table.reserved is not None:
-                table.reserved[freed] = False
-        return find_cells(table, n)
+                table.set_reserved(freed, False)
+        cells = find_cells(table, n)
+        if kept is not None:
+            kept.keep(cells)  # those that were freed before in the same change
+        return cells
 
     def n_free(self) -> int:
         """How many tokens fit at once."""
@@ -120,10 +123,17 @@ class WindowEviction:
             CacheFull: one of them would not fit.
         """
         found = []
-        with self._as_it_was():
+        table, saved = self.table, self.save()
+        reserved, n_logged = table.reserved, len(table.log or ())
+        table.reserved = None if reserved is None else reserved.copy()
+        try:
             for micro in micros:
                 found.append(self.take(micro.n_tokens))
                 self.put(micro, found[-1])
+        finally:
+            self.load(saved)
+            table.reserved = reserved
+            del (table.log or [])[n_logged:]
         return found
 
     def save(self) -> SavedEviction:
@@ -136,20 +146,11 @@ class WindowEviction:
         self.evicted[:] = saved.evicted
 
     def kept_rows(self) -> KeptRows:
-        """An empty place to keep rows of the cells that are held now."""
-        return KeptRows(self.store, self.table.positions >= 0, self.parts)
+        """An empty place to keep rows of the cells that are held, or were until this change."""
+        held, before = self.table.positions >= 0, self.table.held_before()
+        return KeptRows(self.store, held if before is None else held | before, self.parts)
 
     # -- steps
-
-    @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        table, saved, reserved = self.table, self.save(), self.table.reserved
-        table.reserved = None if reserved is None else reserved.copy()
-        try:
-            yield
-        finally:
-            table.reserved = reserved
-            self.load(saved)
 
     def _spare(self) -> Int64Array:
         """Free cells that may not be filled before a transaction has kept their rows."""
@@ -324,14 +325,16 @@ class SlidingPlacement(CellPart):
         self._cells: list[Int64Array] = []
         self._sync = sync
         self._committed = committed
+        self._ended = False
         self._saved = eviction.save()
         self._kept = eviction.kept_rows()
+        sync.changes.log.append(self._kept.write_back)
         self._place_up_to(0)
 
     @property
     def cells(self) -> Int64Array:
         """The cells of the batch's tokens, microbatch after microbatch."""
-        rest = self._micros[len(self._cells) :] if self.is_open else ()
+        rest = () if self._ended else self._micros[len(self._cells) :]
         return np.concatenate((*self._cells, *(self._eviction.rehearse(rest) if rest else ())))
 
     def plan(self, i: int, mask_buffer: Float16Array | None, as_lists: bool) -> CellPlan:
@@ -345,29 +348,33 @@ class SlidingPlacement(CellPart):
     def commit(self) -> None:
         """Keep the cells: everything has been computed."""
         self._place_up_to(len(self._micros) - 1)
-        self.is_open = False
+        self._ended = True
         self._committed(self._micros)
 
     def release(self) -> None:
-        """Put everything back as it was, rows included; a second time does nothing."""
-        if self.is_open:
-            self.is_open = False
-            self._eviction.load(self._saved)
-            # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
-            self._sync.zero_freed()
-            self._kept.write_back()
-            self._sync.mark_held()
+        """Put everything back as it was, rows included."""
+        self._ended = True
+        self._eviction.load(self._saved)
+        self._kept.write_back()
+        self._sync.mark_held()
+        # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
+        self._sync.changes.afterwards(self._sync.zero_freed)
 
     def _place_up_to(self, last: int) -> None:
-        try:
-            for micro in self._micros[len(self._cells) : last + 1]:
-                cells = self._eviction.take(len(micro.positions), self._kept)
-                self._eviction.put(micro, cells)
-                self._cells.append(cells)
-                self._sync.wipe_freed(self._table.n_kv(self._padding))
-        except BaseException:
-            self.release()
-            raise
+        n_placed = len(self._cells)
+        if n_placed <= last:
+            self._sync.changes.remember(partial(self._forget_from, n_placed))
+        for micro in self._micros[n_placed : last + 1]:
+            cells = self._eviction.take(len(micro.positions), self._kept)
+            self._eviction.put(micro, cells)
+            self._cells.append(cells)
+            self._sync.mark(cells)
+            self._sync.changes.log.append(partial(self._eviction.store.wipe, cells))
+            self._sync.wipe_freed(self._table.n_kv(self._padding))
+
+    def _forget_from(self, n_cells: int) -> None:
+        del self._cells[n_cells:]
+        self._ended = False
 
 
 def sliding_size(

@@ -2,8 +2,8 @@
 
 A verb is applied to all parts or to none, so they always know the same tokens of a sequence:
 
-* The part that can refuse is asked first, states before windows before what never refuses; where
-  two could, or where an error could come in the middle, it happens within a transaction.
+* The part that can refuse is asked first, states before windows before what never refuses. If two
+  could, what the first has done is taken back when the second refuses.
 * A sequence reaches from the largest of its parts' smallest positions to the smallest of their
   largest ones, as in newer llama.cpp.
 * All else that can be asked is answered by the part that knows the most: the widest group, or the
@@ -22,10 +22,12 @@ from dataclasses import replace
 
 from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, Coupled, Remember, Transaction
+from kvcellar.cache.base import Cache, Coupled, Savepoint
+from kvcellar.cache.changes import Changes, Remember, Undo, atomic
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.placement import CellPart, Placement
+from kvcellar.cache.placement import CellPart
 from kvcellar.cache.recurrent import RecurrentCache
+from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import InvariantError, NotSupported, OptionError
 from kvcellar.types import CacheSpec, Int32Array, StateSpec
@@ -42,7 +44,7 @@ class HybridCache(Cache):
         OptionError: there is no part.
     """
 
-    _nest: list[HybridTransaction]
+    _nest: list[HybridSavepoint]
 
     def __init__(
         self, groups: Sequence[AttentionCache], states: RecurrentCache | None = None
@@ -61,6 +63,13 @@ class HybridCache(Cache):
         self._growing = [part for part in self.groups if part.spec.size == self.spec.size]
         self._asked = tuple(reversed(self.parts))  # those that can refuse come first
         self._n_choosy = sum(not part.keeps_every_token for part in self.parts)
+        self.join(self.changes)
+
+    def join(self, changes: Changes) -> None:
+        """Take part in these changes from now on, with every part."""
+        super().join(changes)
+        for part in self.parts:
+            part.join(changes)
 
     # -- questions
 
@@ -138,6 +147,7 @@ class HybridCache(Cache):
 
     def check(self) -> None:
         """Prove the invariants of every part, and that all hold the same sequences."""
+        self.changes.settle()
         for part in self.parts:
             part.check()
         for seq_id in range(self.spec.n_seq_max):
@@ -147,17 +157,17 @@ class HybridCache(Cache):
 
     # -- llama.cpp's verbs
 
+    @atomic
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from the range; False if a part cannot."""
         self.require_idle()
         if self._n_choosy < 2 or (p0 <= 0 and p1 < 0):
             return all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
-        with self._begin(()) as attempt:
-            done = all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
-            if not done:
-                attempt.rollback()
-        return done
+        return self.changes.attempt(
+            lambda: all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
+        )
 
+    @atomic
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share what src holds in the range with dst.
 
@@ -180,12 +190,14 @@ class HybridCache(Cache):
             )
         self._on_all(dst, lambda part: part.seq_cp(src, dst, p0, p1))
 
+    @atomic
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
         self.require_idle()
         for part in self._asked:
             part.seq_keep(seq_id)
 
+    @atomic
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Move positions in the range; what an error of one part leaves, no part has done.
 
@@ -197,24 +209,27 @@ class HybridCache(Cache):
         self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_add(seq_id, p0, p1, delta))
 
+    @atomic
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
         self.require_idle()
         self._on_all(seq_id, lambda part: part.seq_div(seq_id, p0, p1, d))
 
+    @atomic
     def clear(self, data: bool = True) -> None:
         """Empty every part; ``data=False`` leaves the buffers as they are."""
         self.require_idle()
         for part in self.parts:
             part.clear(data)
 
+    @atomic
     def defrag(self, max_moves: int | None = None) -> None:
         """Ask for compaction at the next update, of at most ``max_moves`` runs of cells a part."""
         self.require_idle()
-        with self._begin(()):
-            for part in self.parts:
-                part.defrag(max_moves)
+        for part in self.parts:
+            part.defrag(max_moves)
 
+    @atomic
     def update(self) -> None:
         """Apply what is pending, part by part."""
         self.require_idle()
@@ -223,6 +238,7 @@ class HybridCache(Cache):
 
     # -- beyond llama.cpp's
 
+    @atomic
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on, and as much before it as some part has to drop."""
         self.require_idle()
@@ -234,6 +250,7 @@ class HybridCache(Cache):
             if max(ends) == end:
                 return end
 
+    @atomic
     def checkpoint(self, seq_id: int) -> bool:
         """Keep what a sequence knows now, to go back to, in every part that needs that.
 
@@ -250,6 +267,7 @@ class HybridCache(Cache):
         groups = tuple(group for one in found for group in one.groups)
         return SequenceData(len(seq_ids), groups, found[-1].states, lo)
 
+    @atomic
     def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound content into every part; the caller takes back what fails half way."""
         for part, group in zip(self.groups, content.groups, strict=True):
@@ -265,37 +283,34 @@ class HybridCache(Cache):
             part.require_idle()
             part.check_rows(rows, coupled)
 
-    def take(self, micros: Sequence[MicroBatch]) -> Placement:
-        """Take what microbatches need of every part, or raise and take nothing."""
-        taken, groups = list[Placement](), list[CellPart]()
-        try:
-            for part in self.parts:
-                taken.append(part.take(micros))
-                groups += taken[-1].groups
-        except BaseException:
-            for placement in reversed(taken):
-                placement.release()
-            raise
-        self._open = Placement(micros, groups, taken[-1].states)
-        return self._open
+    def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], StatePlacement | None]:
+        """Take what microbatches need of every part."""
+        self.update()  # in every part before one takes anything, so that it can be kept
+        groups, states = list[CellPart](), None
+        for part in self.parts:
+            cells, states = part._take(micros)  # noqa: SLF001  (of the same class)
+            groups += cells
+        return groups, states
 
     # -- steps
 
-    def _begin(self, watchers: Sequence[Remember]) -> HybridTransaction:
+    def _remember(self) -> Undo:
+        spec, nest = self.spec, list(self._nest)
+
+        def undo() -> None:
+            self.spec = spec
+            self._nest[:] = nest
+
+        return undo
+
+    def _begin(self, watchers: Sequence[Remember]) -> HybridSavepoint:
         """Open a transaction; within a verb, those outside of the cache need not take part."""
-        return HybridTransaction(self, self._nest, watchers)
+        return HybridSavepoint(self, self._nest, watchers)
 
     def _resize(self, size: int) -> None:
         """Resize the widest group and those as large; windows stay as they are."""
-        old, done = self.spec.size, list[Cache]()
-        try:
-            for part in self._growing:
-                part.resize(size)
-                done.append(part)
-        except BaseException:
-            for resized in done:
-                resized.resize(old)
-            raise
+        for part in self._growing:
+            part.resize(size)
         self.spec = self._primary.spec
 
     def _agree(self, seq_id: int) -> bool:
@@ -309,42 +324,35 @@ class HybridCache(Cache):
     def _on_all(self, seq_id: int, verb: Callable[[Cache], None]) -> None:
         """Apply a verb to every part, or to none if one refuses or they would part ways."""
         n_before = self._primary.seq_count(seq_id)
-        with self._begin(()):
-            for part in self._asked:
-                verb(part)
-            n_after = self._primary.seq_count(seq_id)
-            forgets = self.states is not None and 0 < n_after < n_before
-            if forgets or not self._agree(seq_id):
-                raise NotSupported(
-                    f"the parts of this cache would no longer agree about sequence {seq_id}: move "
-                    "its positions up to the end, and drive none of them below 0"
-                )
+        for part in self._asked:
+            verb(part)
+        n_after = self._primary.seq_count(seq_id)
+        forgets = self.states is not None and 0 < n_after < n_before
+        if forgets or not self._agree(seq_id):
+            raise NotSupported(
+                f"the parts of this cache would no longer agree about sequence {seq_id}: move "
+                "its positions up to the end, and drive none of them below 0"
+            )
 
 
-class HybridTransaction(Transaction):
-    """A transaction on each part; see :mod:`kvcellar.cache.transaction` for what that keeps."""
+class HybridSavepoint(Savepoint):
+    """A savepoint of each part; see :mod:`kvcellar.cache.transaction` for what that keeps."""
 
     def __init__(
-        self, cache: HybridCache, nest: list[HybridTransaction], watchers: Sequence[Remember]
+        self, cache: HybridCache, nest: list[HybridSavepoint], watchers: Sequence[Remember]
     ) -> None:
         super().__init__(cache, nest, watchers)
         self._all = nest
-        self._parts: list[Transaction] = []
-        try:
-            for part in cache.parts:
-                self._parts.append(part.transaction())
-        except BaseException:
-            self._take_back()
-            raise
+        self._parts = [part._begin(part._watchers) for part in cache.parts]  # noqa: SLF001
         nest.append(self)
 
     def _keep(self) -> None:
-        for transaction in self._parts:
-            transaction.commit()
+        for savepoint in self._parts:
+            savepoint.commit()
 
     def _take_back(self) -> None:
-        for transaction in reversed(self._parts):
-            transaction.rollback()
+        for savepoint in reversed(self._parts):
+            savepoint.take_back()
 
     def _ended(self, *, kept: bool) -> None:  # noqa: ARG002
         self._all.pop()

@@ -11,14 +11,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from weakref import ReferenceType
 
 import numpy as np
 
 from kvcellar.batch import MicroBatch
+from kvcellar.cache.changes import Changes, atomic, forward
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.cellsets import unpack_owners
-from kvcellar.errors import BatchError, CacheError, CacheFull
+from kvcellar.errors import BatchError, CacheError, CacheFull, not_copied
 from kvcellar.plan import CellPlan, Plan, attention_mask, cell_lists
 from kvcellar.types import Float16Array, Int64Array, OwnerBits
 
@@ -29,32 +31,26 @@ class Placement:
     """The cells and rows that a batch takes, from ``place`` until ``commit`` or ``release``.
 
     As a context manager it commits when every plan has been taken and the block ends without an
-    error, and releases otherwise::
+    error, and releases otherwise. One that nobody refers to any more is released::
 
         with cache.place(batch, n_ubatch) as placement:
             for plan in placement.plans():
                 run(plan)
     """
 
-    def __init__(
-        self,
-        micros: Sequence[MicroBatch],
-        groups: Sequence[CellPart],
-        states: StatePlacement | None = None,
-    ) -> None:
-        self.micros = tuple(micros)
-        self.groups = tuple(groups)
-        self.states = states
-        self._parts: list[CellPart | StatePlacement] = [*self.groups]
-        if states is not None:
-            self._parts.append(states)
-        self.first = self._parts[0]  # the first to be committed, the last to be released
+    __reduce_ex__ = not_copied("a placement", "commit or release it, and place the batch again")
+
+    def __init__(self, batch: OpenBatch) -> None:
+        self._batch = batch
+        self.micros = batch.micros
+        self.groups = batch.groups
+        self.states = batch.states
         self._taken = 0
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be committed or released."""
-        return self.first.is_open
+        return self._batch.is_open
 
     @property
     def cells(self) -> Int64Array:
@@ -73,29 +69,18 @@ class Placement:
                 that none is said for get masks.
         """
         for i in range(self._taken, len(self.micros)):
-            self._require_open()
+            plan = self._batch.plan(i, mask_buffer, lists)
             self._taken = i + 1
-            groups = []
-            for number, group in enumerate(self.groups):
-                as_lists = number < len(lists) and lists[number]
-                groups.append(group.plan(i, None if number else mask_buffer, as_lists))
-            states = None if self.states is None else self.states.plan(i)
-            yield Plan(self.micros[i], tuple(groups), states)
+            yield plan
 
     def commit(self) -> None:
         """Keep what was taken: everything has been computed."""
-        self._require_open()
-        for part in self._parts:
-            part.commit()
+        self._batch.commit()
 
     def release(self) -> None:
         """Give back exactly what was taken; a second time does nothing."""
-        for part in reversed(self._parts):
-            part.release()
-
-    def _require_open(self) -> None:
-        if not self.first.is_open:
-            raise CacheError("this placement has been committed or released already")
+        if self._batch.is_open:
+            self._batch.take_back()
 
     def __enter__(self) -> Placement:
         return self
@@ -106,16 +91,84 @@ class Placement:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None and self._taken == len(self.micros) and self.first.is_open:
+        if kind is None and self._taken == len(self.micros) and self.is_open:
             self.commit()
         else:
             self.release()
 
 
+class OpenBatch:
+    """What the cache knows of a batch that is placed and neither committed nor released.
+
+    Args:
+        changes: those of the cache.
+        micros: the batch.
+        groups: what it has of each group.
+        states: what it has of the states.
+
+    Attributes:
+        holder: whoever can end it.
+    """
+
+    def __init__(
+        self,
+        changes: Changes,
+        micros: Sequence[MicroBatch],
+        groups: Sequence[CellPart],
+        states: StatePlacement | None = None,
+    ) -> None:
+        self.changes = changes
+        self.micros = tuple(micros)
+        self.groups = tuple(groups)
+        self.states = states
+        self.holder: ReferenceType[Placement] | None = None
+        self._parts: list[CellPart | StatePlacement] = [*self.groups]
+        if states is not None:
+            self._parts.append(states)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be committed or released."""
+        return self in self.changes.lasting
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody can end it any more."""
+        return self.holder is not None and self.holder() is None
+
+    @atomic
+    def plan(self, i: int, mask_buffer: Float16Array | None, lists: Sequence[bool]) -> Plan:
+        """The plan of microbatch i; see :meth:`Placement.plans`."""
+        self._require_open()
+        groups = []
+        for number, group in enumerate(self.groups):
+            as_lists = number < len(lists) and lists[number]
+            groups.append(group.plan(i, None if number else mask_buffer, as_lists))
+        states = None if self.states is None else self.states.plan(i)
+        return Plan(self.micros[i], tuple(groups), states)
+
+    @atomic
+    def commit(self) -> None:
+        """Keep what was taken: everything has been computed."""
+        self._require_open()
+        for part in self._parts:
+            part.commit()
+        self.changes.lasting.remove(self)
+
+    @forward
+    def take_back(self) -> None:
+        """Give back exactly what was taken."""
+        for part in reversed(self._parts):
+            part.release()
+        self.changes.lasting.remove(self)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise CacheError("this placement has been committed or released already")
+
+
 class CellPart(ABC):
     """A batch's cells in one cache of K and V, taken and neither committed nor released."""
-
-    is_open = True
 
     @property
     @abstractmethod
@@ -132,7 +185,7 @@ class CellPart(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Put everything back as it was before; a second time does nothing."""
+        """Put everything back as it was before."""
 
 
 class CellPlacement(CellPart):
@@ -143,7 +196,7 @@ class CellPlacement(CellPart):
         padding: what the number of cells that attention looks at is rounded up to.
         window: how many positions a token sees, its own included; 0: all.
         micros: what is placed.
-        wipe: zeroes the rows of cells.
+        wipe: zeroes the rows of cells that have been freed.
 
     Attributes:
         n_kv: how many cells attention looks at for the last of them.
@@ -167,17 +220,13 @@ class CellPlacement(CellPart):
         self._tops: list[int] = []  # cell_max as each microbatch sees it
         self._taken = 0
         top = table.cell_max()
-        try:
-            for micro in micros:
-                cells = find_cells(table, len(micro.positions))
-                table.place(cells, micro.positions, micro.owners, micro.tokens)
-                table.head = (int(cells[-1]) + 1) % table.size
-                self._cells.append(cells)
-                top = max(top, int(cells.max()) + 1)
-                self._tops.append(top)
-        except BaseException:
-            self.release()
-            raise
+        for micro in micros:
+            cells = find_cells(table, len(micro.positions))
+            table.place(cells, micro.positions, micro.owners, micro.tokens)
+            table.head = (int(cells[-1]) + 1) % table.size
+            self._cells.append(cells)
+            top = max(top, int(cells.max()) + 1)
+            self._tops.append(top)
         self.n_kv = padded_n_kv(top, padding, table.size)
 
     @property
@@ -193,19 +242,16 @@ class CellPlacement(CellPart):
         return cell_plan(table, micro, cells, top, n_kv, self._window, mask_buffer)
 
     def commit(self) -> None:
-        """Keep the cells: everything has been computed."""
-        self.is_open = False
+        """Keep the cells, which they are."""
 
     def release(self) -> None:
-        """Free exactly the cells that were placed and put head back; a second time does nothing."""
-        if self.is_open:
-            self.is_open = False
-            for cells in self._cells:
-                self._table.release(cells)
-            self._table.head = self._head
-            if self._taken:
-                # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
-                self._wipe(np.concatenate(self._cells[: self._taken]))
+        """Free exactly the cells that were placed, put head back, and wipe what was computed."""
+        for cells in self._cells:
+            self._table.release(cells)
+        self._table.head = self._head
+        if self._taken:
+            # A failed computation may have left NaN, which a mask cannot hide (invariant 9).
+            self._wipe(np.concatenate(self._cells[: self._taken]))
 
 
 def cell_plan(

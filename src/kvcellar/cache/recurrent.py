@@ -19,14 +19,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from kvcellar.backends.base import StateStore
 from kvcellar.batch import MicroBatch, Rows
-from kvcellar.cache.base import Cache, CheckpointPolicy, Coupled, Remember, Transaction
+from kvcellar.cache.base import Cache, CheckpointPolicy, Coupled, Savepoint
+from kvcellar.cache.changes import Remember, Undo, atomic
 from kvcellar.cache.content import SequenceData, SequenceStateData, StateData
-from kvcellar.cache.placement import Placement
+from kvcellar.cache.placement import CellPart
 from kvcellar.cache.state_placement import StatePlacement, plan_rows
 from kvcellar.cache.states import History, SequenceState, StateTable
 from kvcellar.cache.view import CacheView
@@ -47,7 +49,7 @@ class RecurrentCache(Cache):
 
     has_states = True
     keeps_every_token = False
-    _nest: list[StateTransaction]
+    _nest: list[StateSavepoint]
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class RecurrentCache(Cache):
         self.spec = CacheSpec(size, store.spec.n_seq_max, ())
         self.states = StateTable(store.spec, policy or CheckpointPolicy())
         self._nest = []
+        self.join(self.changes)
 
     # -- questions
 
@@ -77,11 +80,13 @@ class RecurrentCache(Cache):
     @property
     def used(self) -> int:
         """How many rows are the state of a sequence; those of checkpoints do not count."""
+        self.changes.settle()
         return len({held.row for held in self.states.of if held})
 
     @property
     def token_count(self) -> int:
         """The sum of owners over rows: how many sequences have a state."""
+        self.changes.settle()
         return sum(held is not None for held in self.states.of)
 
     def seq_pos_min(self, seq_id: int) -> int:
@@ -121,6 +126,7 @@ class RecurrentCache(Cache):
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """The rows as a value: the owners of each, and the last token of the first owner."""
+        self.changes.settle()
         table = CellTable(self.store.spec.n_rows, self.spec.n_seq_max)
         owners: dict[int, list[int]] = {}
         for seq, held in enumerate(self.states.of):
@@ -134,10 +140,12 @@ class RecurrentCache(Cache):
 
     def check(self) -> None:
         """Prove that all references to a row mean the same state."""
+        self.changes.settle()
         self.states.check()
 
     # -- llama.cpp's verbs
 
+    @atomic
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence, or all of them (-1) or none, from the range; False if it cannot."""
         self.require_idle()
@@ -152,6 +160,7 @@ class RecurrentCache(Cache):
         self.states.of[:] = left
         return True
 
+    @atomic
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share src's state with dst, in place of its own; the range cannot matter."""
         self.require_idle()
@@ -159,12 +168,14 @@ class RecurrentCache(Cache):
         a, b = self._checked(src), self._checked(dst)
         self.states.of[b] = self.states.of[a]
 
+    @atomic
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
         self.require_idle()
         seq = self._checked(seq_id)
         self.states.of[:] = [held if i == seq else None for i, held in enumerate(self.states.of)]
 
+    @atomic
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Move recorded positions; a sequence that falls below 0 as a whole is dropped.
 
@@ -177,6 +188,7 @@ class RecurrentCache(Cache):
         if held := self.states.of[seq]:
             self.states.of[seq] = held.shifted(*clamp_range(p0, p1), delta)
 
+    @atomic
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide recorded positions by d, truncating.
 
@@ -190,6 +202,7 @@ class RecurrentCache(Cache):
         if held := self.states.of[seq]:
             self.states.of[seq] = held.divided(*clamp_range(p0, p1), d)
 
+    @atomic
     def clear(self, data: bool = True) -> None:
         """Forget every state; ``data`` says whether rows are zeroed too.
 
@@ -201,24 +214,25 @@ class RecurrentCache(Cache):
             return
         if self._nest:
             self._nest[-1].zero_later = True
-            self.zero_unused()
-        else:
-            self.store.zero()
+        self.changes.afterwards(self.zero_unused)
 
     def zero_unused(self) -> None:
         """Zero the rows that nothing refers to."""
         self.store.wipe(np.array(self.states.unused(), np.int64))
 
+    @atomic
     def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
         """Nothing to do: states are found by row, wherever they lie."""
         self.require_idle()
 
+    @atomic
     def update(self) -> None:
         """Nothing is ever pending."""
         self.require_idle()
 
     # -- beyond llama.cpp's
 
+    @atomic
     def rewind(self, seq_id: int, p0: int) -> int:
         """Go back to the newest state without anything from p0 on; returns where to go on."""
         self.require_idle()
@@ -227,6 +241,7 @@ class RecurrentCache(Cache):
             self.states.of[seq] = held.rewound(p0)
         return min(p0, self.seq_pos_max(seq) + 1)
 
+    @atomic
     def checkpoint(self, seq_id: int) -> bool:
         """Keep a sequence's state to go back to; False: it is empty, or there is no budget."""
         self.require_idle()
@@ -255,6 +270,7 @@ class RecurrentCache(Cache):
         states = StateData(self.store.read(np.array(list(rows), np.int64)), tuple(held))
         return SequenceData(len(seq_ids), (), states, lo)
 
+    @atomic
     def import_(self, content: SequenceData, seq_ids: Sequence[int], shift: int) -> None:
         """Put sound states into empty sequences; of checkpoints as many as there is room for.
 
@@ -272,6 +288,7 @@ class RecurrentCache(Cache):
         n_kept = min(self.states.limit, len(free) - len(needed))
         chosen = [*needed, *_latest(data, needed, n_kept)]
         rows = dict(zip(chosen, free, strict=False))
+        self._keep_rows(list(rows.values()))
         self.store.write(_array(list(rows.values())), data.states[_array(chosen)])
         self.states.adopt(data, seq_ids, rows, shift)
 
@@ -285,7 +302,7 @@ class RecurrentCache(Cache):
         last = [-1 if held is None else held.history.last for held in self.states.of]
         check_follows(rows, last, self.states.rows())
 
-    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+    def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], StatePlacement]:
         """Take rows for microbatches that were checked; the oldest checkpoints make room.
 
         Raises:
@@ -297,23 +314,48 @@ class RecurrentCache(Cache):
         kept = " but those that a transaction keeps" if self._nest else ""
         hint = f"all rows of states are in use{kept}; remove sequences or use a larger n_seq_max"
         rows = plan_rows(micros, states.rows(), [*states.unused(), *spare], hint)
-        lost = np.array([row for row in rows.taken if row in spare], np.int64)
-        bytes_lost = self.store.read(lost) if len(lost) else None
+        lost = [row for row in rows.taken if row in spare]
+        write_back = self._keep_rows(rows.taken, lost)
 
         def forget() -> None:
             states.of[:] = before
-            if bytes_lost is not None:
-                self.store.write(lost, bytes_lost)
+            write_back()
 
-        states.evict(lost.tolist())
-        taken = StatePlacement(micros, rows, states.absorb, forget)
-        self._open = Placement(micros, (), taken)
-        return self._open
+        states.evict(lost)
+        return [], StatePlacement(micros, rows, states.absorb, forget)
 
     # -- steps
 
-    def _begin(self, watchers: Sequence[Remember]) -> StateTransaction:
-        return StateTransaction(self, self._nest, watchers)
+    def _keep_rows(self, rows: Sequence[int], lost: Sequence[int] = ()) -> Undo:
+        """Keep what rows hold that are to be filled, as far as it may have to be put back.
+
+        Args:
+            rows: those to be filled.
+            lost: those of them that hold a state even now.
+        """
+        started = self.states.rows_at_start()
+        kept = _array([row for row in rows if row in lost or row in started])
+        if not len(kept):
+            return lambda: None
+        undo = partial(self.store.write, kept, self.store.read(kept))
+        self.changes.log.append(undo)
+        return undo
+
+    def _remember(self) -> Undo:
+        spec, states = self.spec, self.states.remember()
+        nest = [(savepoint, savepoint.zero_later) for savepoint in self._nest]
+
+        def undo() -> None:
+            self.spec = spec
+            states()
+            self._nest[:] = [savepoint for savepoint, _ in nest]
+            for savepoint, zero_later in nest:
+                savepoint.zero_later = zero_later
+
+        return undo
+
+    def _begin(self, watchers: Sequence[Remember]) -> StateSavepoint:
+        return StateSavepoint(self, self._nest, watchers)
 
     def _resize(self, size: int) -> None:
         """Say that the context is for ``size`` tokens; the rows stay as many as they are."""
@@ -330,7 +372,7 @@ class RecurrentCache(Cache):
         return checked_id(seq_id, self.spec.n_seq_max)
 
 
-class StateTransaction(Transaction):
+class StateSavepoint(Savepoint):
     """States, positions and checkpoints as they are when it begins: a list of references.
 
     No state is changed in its row. Rows that were in use when a transaction began stay as they are
@@ -340,7 +382,7 @@ class StateTransaction(Transaction):
     def __init__(
         self,
         cache: RecurrentCache,
-        nest: list[StateTransaction],
+        nest: list[StateSavepoint],
         watchers: Sequence[Remember],
     ) -> None:
         super().__init__(cache, nest, watchers)
@@ -361,7 +403,7 @@ class StateTransaction(Transaction):
             if self._all:
                 self._all[-1].zero_later = True
             else:
-                self._zero_unused()
+                self.changes.afterwards(self._zero_unused)
 
 
 def state_rows(n_seq_max: int, n_checkpoints: int) -> int:

@@ -2,21 +2,24 @@
 
 * A row is written before the table says that it is there: if the store fails, the table is as it
   was, and only rows of free cells have changed (invariant 5).
+* Rows of cells that were held when a change began are kept before they are overwritten, and left
+  alone when what is free is wiped: the change may be taken back.
 * Invariant 9: rows of freed cells are zeroed before attention looks at them again; those that a
   transaction keeps hold what was computed once, and are no worse than cells of other sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.backends.base import KVStore
-from kvcellar.cache.base import Undo
+from kvcellar.backends.base import KVStore, Part
+from kvcellar.cache.changes import Changes, Remember, Undo
 from kvcellar.cache.placement import find_cells
-from kvcellar.cache.transaction import Journal
+from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
 from kvcellar.cells import Cells, CellTable
 from kvcellar.cellsets import cell_numbers
 from kvcellar.errors import CacheFull, NotSupported, OptionError
@@ -25,6 +28,7 @@ from kvcellar.types import BoolArray, Int64Array
 _WORTHWHILE = 128  # cells below which compaction never pays
 AUTOMATIC_MOVES = 256
 """How many runs of cells a compaction that was not requested may move at a time."""
+_ROTATED = 64 << 20  # bytes of K rows that are kept while they are rotated
 
 
 class StoreSync:
@@ -43,10 +47,30 @@ class StoreSync:
         self._threshold = defrag_threshold
         self.has_rope = any(layer.rope is not None for layer in store.spec.layers)
         self.journal = Journal(table, store, self.zero_freed)
+        self.changes = Changes()
+        self._rotated, others = stored_parts(store)
+        self._parts = (*self._rotated, *others)
         self._request: int | None = None  # runs that may be moved, once compaction is asked for
         self._written: BoolArray = np.zeros(table.size, np.bool_)  # rows that may not be zero
         if defrag_threshold is not None:
             self.require_copy("defrag_threshold")
+
+    def join(self, changes: Changes) -> None:
+        """Log what is changed there."""
+        self.changes, self._table.log = changes, changes.log
+
+    def remember(self) -> Undo:
+        """Return what puts back all but cells and rows, which are logged."""
+        table, journal = self._table.remember(), self.journal.remember()
+        request, written = self._request, self._written
+
+        def undo() -> None:
+            table()
+            journal()
+            self._request, self._written = request, written
+            self.mark_held()
+
+        return undo
 
     def require_copy(self, what: str) -> None:
         """Raise NotSupported if the store cannot copy cells."""
@@ -60,20 +84,31 @@ class StoreSync:
             raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
         self._request = self._table.size if max_moves is None else max_moves
 
-    def update(self) -> None:
-        """Rotate K rows whose shifts are pending, then compact if requested or worthwhile."""
-        table = self._table
+    def update(self, remember: Remember) -> None:
+        """Rotate K rows whose shifts are pending, then compact if requested or worthwhile.
+
+        Args:
+            remember: that of the cache. What it holds is the same afterwards, so what has been
+                done stays done, unless the change had begun with something else.
+        """
+        begins, table = self.changes.is_fresh, self._table
         if table.shifted:
-            cells = table.pending_cells()
-            if len(cells) and self.has_rope:
-                self.journal.before_rotation(cells)
-                self._store.rotate(cells, table.pending[cells])
-            table.settle()
+            for piece in self._pieces(table.pending_cells()):
+                if self.has_rope:
+                    self.journal.before_rotation(piece)
+                    self._keep_rows(piece, self._rotated)
+                    self._store.rotate(piece, table.pending[piece])
+                table.settle(piece)
+                if begins:
+                    self.changes.keep_so_far(remember)
+            table.shifted = False
         if self._request is not None:
             self._compact(self._request)
             self._request = None
         elif self._threshold is not None and self._is_fragmented(self._threshold):
             self._compact(AUTOMATIC_MOVES)
+        if begins and not self.changes.is_fresh:
+            self.changes.keep_so_far(remember)
 
     def copy_shared(self, seq: int, shared: Cells) -> None:
         """Give a sequence its own copies of cells that it shares, at least one.
@@ -84,7 +119,7 @@ class StoreSync:
         self.require_copy("moving the positions of shared cells")
         src = cell_numbers(shared)
         dst = find_cells(self._table, len(src))
-        self._written[dst] = True
+        self.before_writing(dst)
         self._store.copy(src, dst)
         self._table.split(seq, src, dst)
 
@@ -98,27 +133,39 @@ class StoreSync:
         stale = self._written[:n_kv] > taken  # written, but not taken
         if stale.any():
             self._wipe(stale)
-        self._written[:n_kv] = taken
+        self._written[:n_kv] |= taken
 
     def clear(self, data: bool) -> None:
         """Empty the table and, with ``data``, zero the rows; those a transaction keeps, later."""
         self._table.clear()
         self._request = None
-        if not data:
-            return
-        if self.journal.open:
-            self.zero_freed()
+        if data and self.journal.open:
             self.journal.open[-1].zero_later = True
-        else:
-            self._store.zero()
-            self._written.fill(False)
+            self.changes.afterwards(self.zero_freed)
+        elif data:
+            self.changes.afterwards(self._zero)
 
     def zero_freed(self) -> None:
         """Zero what free cells still hold, but for those that a transaction keeps."""
         self._wipe(self._written & ~self._table.taken(0, self._table.size))
 
+    def wipe(self, cells: Int64Array) -> None:
+        """Zero the rows of cells that have been freed, once the change has happened."""
+        self.mark(cells)
+        is_stale = np.zeros(self._table.size, np.bool_)
+        is_stale[cells] = True
+        self.changes.afterwards(partial(self._wipe, is_stale))
+
+    def before_writing(self, cells: Int64Array) -> None:
+        """Get free cells ready to be filled: keep rows that the change may have to put back."""
+        held = self._table.held_before()
+        if held is not None:
+            self._keep_rows(cells[held[cells]], self._parts)
+        self.mark(cells)
+        self.changes.log.append(partial(self._store.wipe, cells))  # before kept rows come back
+
     def mark(self, cells: Int64Array) -> None:
-        """Mark cells as written: their rows come from an import, not a decode."""
+        """Mark cells as written: what they hold has to be wiped once they are free."""
         self._written[cells] = True
 
     def mark_held(self) -> None:
@@ -142,17 +189,47 @@ class StoreSync:
         if table.cell_max() > size:
             moves = plan_moves(table.positions >= 0)
             goal[np.searchsorted(used, moves.src)] = moves.dst
+        self.changes.log.append(partial(self._resize_back, self._store.spec.size, goal, used))
         self._store.resize(size, used, goal)
         if moves is not None:
             table.move(moves.src, moves.dst)
             table.head = table.used
         table.resize(size)
-        self._written = np.zeros(size, np.bool_)
-        self._written[goal] = True
+        written = np.zeros(size, np.bool_)
+        written[goal] = True
+        self._written = written
 
     # -- steps
 
+    def _resize_back(self, size: int, src: Int64Array, dst: Int64Array) -> None:
+        if self._store.spec.size != size:
+            self._store.resize(size, src, dst)
+
+    def _pieces(self, cells: Int64Array) -> Iterator[Int64Array]:
+        """Cells, as many at a time as their K rows may be kept of."""
+        spec = self._store.spec
+        n_bytes = sum(spec.type_k.row_bytes(spec.layers[i].n_embd_k) for i, _ in self._rotated)
+        n = max(512, _ROTATED // max(1, n_bytes))
+        return (cells[i : i + n] for i in range(0, len(cells), n))
+
+    def _keep_rows(self, cells: Int64Array, parts: Sequence[tuple[int, Part]]) -> None:
+        """Have rows put back if the change is taken back."""
+        if len(cells):
+            kept = KeptRows(self._store, np.ones(self._table.size, np.bool_), parts)
+            kept.keep(cells)
+            self.changes.log.append(kept.write_back)
+
+    def _zero(self) -> None:
+        if self._table.used:  # filled again within the same change
+            self.zero_freed()
+        else:
+            self._store.zero()
+            self._written.fill(False)
+
     def _wipe(self, is_stale: BoolArray) -> None:
+        held = self._table.held_before()
+        if held is not None:
+            is_stale = is_stale & ~held[: len(is_stale)]
         stale = np.flatnonzero(is_stale)
         if len(stale):
             self._store.wipe(stale)
@@ -168,7 +245,7 @@ class StoreSync:
         fixed = None if table.reserved is None else table.reserved[:top]
         moves = plan_moves(table.positions[:top] >= 0, max_moves, fixed)
         if moves.n_runs:
-            self._written[moves.dst] = True
+            self.before_writing(moves.dst)
             self._store.copy(moves.src, moves.dst)
             table.move(moves.src, moves.dst)
             table.head = int(np.count_nonzero(table.taken(0, top)))

@@ -30,7 +30,8 @@ import numpy as np
 from kvcellar.backends.base import KVStore
 from kvcellar.batch import MicroBatch, Rows
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import CheckpointBudget, Coupled, Undo
+from kvcellar.cache.base import CheckpointBudget, Coupled
+from kvcellar.cache.changes import Undo, atomic
 from kvcellar.cache.content import CellData, RowBytes, WindowData, n_kept, trimmed
 from kvcellar.cache.eviction import (
     EvictedTokens,
@@ -43,7 +44,7 @@ from kvcellar.cache.eviction import (
     sliding_size,
     within,
 )
-from kvcellar.cache.placement import Placement, check_coupled
+from kvcellar.cache.placement import CellPart, check_coupled
 from kvcellar.cache.window_checkpoints import WindowCheckpoints, WindowKeeper
 from kvcellar.cellsets import clamp_range
 from kvcellar.errors import CacheError, InvariantError, OptionError, SnapshotFileError
@@ -83,7 +84,7 @@ class SlidingCache(AttentionCache):
         self._eviction = WindowEviction(self.table, store, self._sync.journal, self._window)
         self._checkpoints = WindowCheckpoints(spec.n_seq_max, checkpoints or CheckpointBudget())
         self._keeper = WindowKeeper(self._checkpoints, self._eviction, self._sync, self._window)
-        self.watch(self._remember)
+        self.watch(self._remember_windows)
 
     # -- questions
 
@@ -125,6 +126,7 @@ class SlidingCache(AttentionCache):
 
     # -- llama.cpp's verbs
 
+    @atomic
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one, without looking at checkpoints) from the range.
 
@@ -148,6 +150,7 @@ class SlidingCache(AttentionCache):
         self._checkpoints.cut(seq_id, lo)
         return True
 
+    @atomic
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Share src's cells in the range, and checkpoints that lie in it, with dst.
 
@@ -170,11 +173,13 @@ class SlidingCache(AttentionCache):
             self._checkpoints.share(a, b, lo, hi)
         self.table.seq_cp(a, b, lo, hi)
 
+    @atomic
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence."""
         super().seq_keep(seq_id)
         self._forget(*(seq for seq in range(self.table.n_seq_max) if seq != seq_id))
 
+    @atomic
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Move positions in the range, those of evicted tokens too; drop the checkpoints.
 
@@ -188,6 +193,7 @@ class SlidingCache(AttentionCache):
         super().seq_add(seq_id, p0, p1, delta)
         self._take_over(seq_id, evicted)
 
+    @atomic
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range, those of evicted tokens too; as :meth:`seq_add`."""
         lo, hi = clamp_range(p0, p1)
@@ -195,6 +201,7 @@ class SlidingCache(AttentionCache):
         super().seq_div(seq_id, p0, p1, d)
         self._take_over(seq_id, evicted)
 
+    @atomic
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
         super().clear(data)
@@ -202,6 +209,7 @@ class SlidingCache(AttentionCache):
 
     # -- beyond llama.cpp's
 
+    @atomic
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on; from an earlier position if its window is gone.
 
@@ -219,6 +227,7 @@ class SlidingCache(AttentionCache):
         self._remove(seq_id, 0, MAX_POSITION)
         return 0
 
+    @atomic
     def checkpoint(self, seq_id: int) -> bool:
         """Keep a copy of a sequence's window, to go back to where it ends now.
 
@@ -238,32 +247,26 @@ class SlidingCache(AttentionCache):
         if coupled == "same":
             check_coupled(self.table, rows.owners)
 
-    def take(self, micros: Sequence[MicroBatch]) -> Placement:
+    def _take(self, micros: Sequence[MicroBatch]) -> tuple[list[CellPart], None]:
         """Take cells for microbatches that were checked; what is pending is applied first.
 
         Raises:
             CacheFull: they do not all find room; nothing has changed.
         """
         self._eviction.require(micros)
-        self._sync.update()
+        self._sync.update(self._remember)
         taken = SlidingPlacement(
             self._eviction, self._padding, micros, self._sync, self._keeper.committed
         )
-        self._open = Placement(micros, (taken,))
-        return self._open
+        return [taken], None
 
     # -- steps
 
     def _resize(self, size: int) -> None:
         """Resize to ``size`` cells; evict first if not everything would fit."""
-        saved = self._eviction.save()
-        try:
-            if size < self.used:
-                self._eviction.evict(self.used - size)
-            super()._resize(size)
-        except BaseException:
-            self._eviction.load(saved)
-            raise
+        if size < self.used:
+            self._eviction.evict(self.used - size)
+        super()._resize(size)
 
     def _can_lose(self, seq: int, lo: int, hi: int) -> bool:
         """Whether a sequence stays whole without the range, what is behind it moving up."""
@@ -308,6 +311,15 @@ class SlidingCache(AttentionCache):
             self._checkpoints.cut(seq, 0)
 
     def _remember(self) -> Undo:
+        cells, windows = super()._remember(), self._remember_windows()
+
+        def undo() -> None:
+            cells()
+            windows()
+
+        return undo
+
+    def _remember_windows(self) -> Undo:
         evicted, checkpoints = list(self._eviction.evicted), self._checkpoints.save()
 
         def undo() -> None:

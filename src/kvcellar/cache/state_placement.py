@@ -119,7 +119,6 @@ class StatePlacement:
         keep: Callable[[Sequence[Piece]], None],
         forget: Callable[[], None],
     ) -> None:
-        self.is_open = True
         self._micros = tuple(micros)
         self._rows = rows
         self._keep = keep
@@ -132,13 +131,10 @@ class StatePlacement:
     def commit(self) -> None:
         """Give the sequences their new states."""
         self._keep(self._pieces())
-        self.is_open = False
 
     def release(self) -> None:
-        """Put everything back as it was before; a second time does nothing."""
-        if self.is_open:
-            self.is_open = False
-            self._forget()
+        """Put everything back as it was before."""
+        self._forget()
 
     def _pieces(self) -> list[Piece]:
         pieces = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvcellar.cache.base import CheckpointPolicy
+from kvcellar.cache.changes import Undo
 from kvcellar.cache.content import StateData
 from kvcellar.cache.state_placement import Piece
 from kvcellar.cells import check_moved
@@ -40,8 +41,25 @@ class StateTable:
         self._every = policy.every
         self._n_rows = spec.n_rows
         self._made = 0
+        self._start: tuple[SequenceState | None, ...] = ()
+
+    def remember(self) -> Undo:
+        """Return what puts back what each sequence holds now."""
+        self._start = of = tuple(self.of)
+        saved, made = list(self.saved), self._made
+
+        def undo() -> None:
+            self.of[:] = of
+            self.saved[:] = saved
+            self._made = made
+
+        return undo
 
     # -- rows
+
+    def rows_at_start(self) -> set[int]:
+        """The rows that were needed when the change began that is being made."""
+        return {row for held in self._start if held for row in held.rows}
 
     def rows(self) -> list[int]:
         """For each sequence, the row of its state; the row behind the last if it has none."""

@@ -25,14 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcellar.backends.base import KVStore, Part
-from kvcellar.cache.base import Cache, Remember, Transaction
+from kvcellar.cache.base import Cache, Savepoint
+from kvcellar.cache.changes import Remember, Undo
 from kvcellar.cells import CellTable
 from kvcellar.errors import AllocationError
 from kvcellar.types import BoolArray, ByteArray, Int64Array
 
 
-class CellTransaction(Transaction):
-    """A transaction on a cache of K and V."""
+class CellSavepoint(Savepoint):
+    """What a transaction on a cache of K and V takes back."""
 
     def __init__(self, cache: Cache, journal: Journal, watchers: Sequence[Remember]) -> None:
         super().__init__(cache, journal.open, watchers)
@@ -67,7 +68,7 @@ class CellTransaction(Transaction):
             outer.rest.take(self.rest)
             outer.zero_later |= self.zero_later
         elif self.zero_later:
-            journal.zero_freed()
+            self.changes.afterwards(journal.zero_freed)
 
 
 class Journal:
@@ -86,7 +87,18 @@ class Journal:
         self.table = table
         self.store = store
         self.zero_freed = zero_freed
-        self.open: list[CellTransaction] = []
+        self.open: list[CellSavepoint] = []
+
+    def remember(self) -> Undo:
+        """Return what makes those open that are open now."""
+        kept = [(savepoint, savepoint.zero_later) for savepoint in self.open]
+
+        def undo() -> None:
+            self.open[:] = [savepoint for savepoint, _ in kept]
+            for savepoint, zero_later in kept:
+                savepoint.zero_later = zero_later
+
+        return undo
 
     def before_rotation(self, cells: Int64Array) -> None:
         """Keep the K rows of these cells, as far as an open transaction may want them back.
@@ -109,7 +121,7 @@ class Journal:
             transaction.rest.keep(left)
             left = left[~transaction.held[left]]  # an inner one answers for what it found held
         if self.table.reserved is not None:
-            self.table.reserved[cells] = False
+            self.table.set_reserved(cells, False)
 
 
 def stored_parts(store: KVStore) -> tuple[list[tuple[int, Part]], list[tuple[int, Part]]]:
@@ -156,11 +168,11 @@ class KeptRows:
                 self._add(cells[mine], [part[mine] for part in rows])
 
     def write_back(self) -> None:
-        """Write every kept row back."""
-        for cells, rows in self._pieces:
+        """Write every kept row back, those that were kept first last."""
+        for cells, rows in reversed(self._pieces):
             for (layer, part), kept in zip(self._parts, rows, strict=True):
                 self._store.write_raw(layer, part, cells, kept)
 
     def _add(self, cells: Int64Array, rows: list[ByteArray]) -> None:
+        self._pieces.append((cells, rows))  # first: rows kept twice do no harm, lost ones would
         self._wanted[cells] = False
-        self._pieces.append((cells, rows))

@@ -2,7 +2,7 @@
 
 llama.cpp's ``state_seq_get_data`` and ``state_seq_set_data``, for every kind of cache, for several
 sequences at once and for ranges of positions. Pending shifts are applied first. A failed call
-changes nothing (invariant 5): an import happens within a transaction.
+changes nothing (invariant 5).
 """
 
 from __future__ import annotations
@@ -44,9 +44,17 @@ def state_get(
     for seq in seq_ids:
         cache.seq_pos_max(seq)  # refuses an unknown id before anything happens
     cache.update()
+    return cache.changes.run(_copy, cache, seq_ids, lo, hi, checkpoints)
+
+
+def _copy(
+    cache: Cache, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool
+) -> SequenceData:
     if cache.keeps_every_token or all(cache.seq_pos_max(seq) < hi for seq in seq_ids):
         return cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
-    with cache.transaction() as attempt:
+    found: list[SequenceData] = []
+
+    def copy() -> bool:
         for seq in seq_ids:
             end, known = min(hi, cache.seq_pos_max(seq) + 1), _positions(cache, seq)
             reached = cache.rewind(seq, end)
@@ -55,9 +63,11 @@ def state_get(
                     f"sequence {seq} cannot be taken up to {end}: no state or window is kept "
                     f"there, the last one before it ends at {reached}"
                 )
-        content = cache.export(seq_ids, lo, hi, checkpoints and lo == 0)
-        attempt.rollback()
-    return content
+        found.append(cache.export(seq_ids, lo, hi, checkpoints and lo == 0))
+        return False  # the cache stays as it was
+
+    cache.changes.attempt(copy)
+    return found[0]
 
 
 def state_set(
@@ -87,8 +97,7 @@ def state_set(
             to a sequence that is not empty.
     """
     check_content(content, cache.store_specs)
-    with cache.transaction():
-        put_content(cache, content, seq_ids, shift=shift)
+    cache.changes.run(put_content, cache, content, seq_ids, shift=shift)
 
 
 def put_content(

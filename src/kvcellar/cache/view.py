@@ -186,6 +186,9 @@ class CacheView:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Callable[..., CacheView], tuple[object, ...]]:
+        return _view, tuple(getattr(self, f.name) for f in fields(self))
+
     def __str__(self) -> str:
         text = self.glyphs
         lines = (text[i : i + _WIDTH] for i in range(0, len(text), _WIDTH))
@@ -203,6 +206,14 @@ class CacheView:
             text.append("\n" if i % _WIDTH == 0 else "")
             text.append(_glyph(kind), _style(kind))
         return text
+
+
+def _view(*values: Any) -> CacheView:
+    """Rebuild a view that was copied or pickled; arrays come out of that writeable."""
+    view = CacheView(*values)
+    for array in (view.positions, view.tokens, view.owners):
+        array.flags.writeable = False
+    return view
 
 
 def _glyph(kind: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from kvcellar.batch import MicroBatch
 from kvcellar.cache.base import CheckpointBudget
 from kvcellar.cache.eviction import EvictedTokens, WindowEviction, is_whole
 from kvcellar.cache.rows import StoreSync
-from kvcellar.cache.transaction import KeptRows
 from kvcellar.cellsets import pack_owners, unpack_owners
 from kvcellar.errors import AllocationError, CacheFull
 from kvcellar.types import ByteArray, Int32Array
@@ -180,26 +180,20 @@ class WindowKeeper:
 
     def restore(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
         """Put a sequence back as it was at ``end``; False: no room, nothing has changed."""
-        saved, kept = self._eviction.save(), self._eviction.kept_rows()
-        try:
-            self._eviction.table.seq_rm(seq)
-            self._fill(seq, checkpoint, end, kept)
-        except BaseException as error:
-            self._eviction.load(saved)
-            kept.write_back()
-            if isinstance(error, CacheFull):
-                return False
-            raise
-        self._eviction.evicted[seq] = checkpoint.evicted
-        self._sync.mark_held()
-        return True
+        return self._sync.changes.attempt(partial(self._fill, seq, checkpoint, end))
 
-    def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int, kept: KeptRows) -> None:
+    def _fill(self, seq: int, checkpoint: WindowCheckpoint, end: int) -> bool:
         table = self._eviction.table
-        n = int(np.searchsorted(checkpoint.positions, end))
-        cells = self._eviction.take(n, kept)
-        kept.keep(cells)
+        n, kept = int(np.searchsorted(checkpoint.positions, end)), self._eviction.kept_rows()
+        table.seq_rm(seq)
+        try:
+            cells = self._eviction.take(n, kept)
+        except CacheFull:
+            return False
+        self._sync.before_writing(cells)
         for (layer, part), rows in zip(self._eviction.parts, checkpoint.rows, strict=True):
             self._eviction.store.write_raw(layer, part, cells, rows[:n])
         owners = pack_owners(np.arange(n), np.full(n, seq), n, len(table.owners))
         table.place(cells, checkpoint.positions[:n], owners, checkpoint.tokens[:n])
+        self._eviction.evicted[seq] = checkpoint.evicted
+        return True

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from kvcellar.cli import INTERRUPTED, cache, chat, info, run, tour
-from kvcellar.cli.console import complain
+from kvcellar.cli.console import Warnings, complain, say, show_traceback, visible_line
 from kvcellar.cli.options import expand_groups
 from kvcellar.errors import KVCellarError
 
@@ -34,11 +34,17 @@ class Guarded(TyperGroup):
                 complain(f"input or output failed: {error}")
             sys.exit(1)
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the options before the command."""
+        with _safe_usage_errors():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; map its errors to exit codes."""
         debug = ctx.params.get("debug")
         try:
-            result = super().invoke(ctx)
+            with Warnings(), _safe_usage_errors():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except KVCellarError as error:
             if debug:
@@ -50,11 +56,22 @@ class Guarded(TyperGroup):
         except BrokenPipeError as error:
             _abandon_stdout()
             raise typer.Exit(1) from error
-        except OSError:
+        except OSError as error:
             if debug:
-                traceback.print_exc()
+                show_traceback(error)
             raise
         return result
+
+
+@contextmanager
+def _safe_usage_errors() -> Iterator[None]:
+    """Spell out control characters in the messages that Typer prints itself."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "message"):
+            error.message = visible_line(str(error.message))
+        raise
 
 
 def _abandon_stdout() -> None:
@@ -83,7 +100,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from kvcellar import __version__
 
-        typer.echo(f"kvcellar {__version__}")
+        say(f"kvcellar {__version__}")
         raise typer.Exit
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from kvcellar.cli.console import console_for, note, print_json, show
+from kvcellar.cli.console import console_for, note, print_json, say, show
 from kvcellar.cli.options import AsJson
 from kvcellar.cli.units import human_bytes, parse_age, parse_size
 from kvcellar.errors import OptionError
@@ -128,12 +128,12 @@ def verify(where: Where) -> None:
 
     found = check_store(where)
     for key, fault in found.faults.items():
-        print(f"{key}: {fault}")
+        say(f"{key}: {fault}")
     n_bad = len(found.faults)
     verdict = f"{n_bad} damaged" if n_bad else "all intact"
-    print(f"{found.n_entries} entries, {human_bytes(found.n_bytes)}: {verdict}")
+    say(f"{found.n_entries} entries, {human_bytes(found.n_bytes)}: {verdict}")
     if found.n_strays:
-        print(f"{found.n_strays} files belong to no entry: kvcellar cache gc removes them")
+        say(f"{found.n_strays} files belong to no entry: kvcellar cache gc removes them")
     if n_bad:
         note("damaged entries are never used: their text is computed again")
         raise typer.Exit(1)
@@ -157,7 +157,7 @@ def gc(
     size = None if max_bytes is None else parse_size(max_bytes, "--max-bytes")
     age = None if older_than is None else parse_age(older_than, "--older-than")
     for line in clean_folder(where, size, age, dry_run=dry_run):
-        print(line)
+        say(line)
 
 
 @app.command()
@@ -176,7 +176,7 @@ def export(where: Where, key: Key, out_file: OutFile) -> None:
                 "kvcellar cache gc removes it"
             )
         n_bytes = export_blocks(store, [block.entry for block in chain], out_file)
-    print(f"{len(chain)} blocks, {chain[-1].end} tokens: {human_bytes(n_bytes)} in {out_file}")
+    say(f"{len(chain)} blocks, {chain[-1].end} tokens: {human_bytes(n_bytes)} in {out_file}")
 
 
 @app.command("import")
@@ -197,4 +197,4 @@ def import_(where: Where, files: Files) -> None:
             done = import_blocks(store, path)
             held = f"; {done.n_held} already stored" if done.n_held else ""
             lost = f"; {done.n_lost} did not fit" if done.n_lost else ""
-            print(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}{lost}")
+            say(f"{path}: {done.n_new} blocks, {human_bytes(done.n_bytes)}{held}{lost}")

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 from kvcellar.cache.content import CellData, SequenceData
 from kvcellar.cli.blocks import Block
 from kvcellar.cli.cache_list import SHORT, entry_data
-from kvcellar.cli.console import console_for, facts_table, print_json, show
+from kvcellar.cli.console import console_for, facts_table, print_json, say, show
 from kvcellar.cli.store_tools import existing, find, value_of
 from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.errors import SnapshotFileError
 from kvcellar.prompts.misses import Miss, absent_of
 from kvcellar.runtime.demo import find_model
-from kvcellar.runtime.llama_files import is_llama_file
+from kvcellar.runtime.llama_files import is_llama_file, read_file
 from kvcellar.runtime.model import Model
 from kvcellar.snapshot.container import read_description, read_snapshot, snapshot_from
 from kvcellar.snapshot.llama.layout import LayerRows
-from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.native import VERSION
 from kvcellar.snapshot.snapshot import Snapshot, row_types
 
@@ -62,7 +61,7 @@ def inspect_entry(where: str, prefix: str, *, as_json: bool) -> None:
     show(console_for(sys.stdout), *parts)
     if cause is not None:
         start = block.entry.note.get("start")
-        print(f"no block: {Miss(cause, start if isinstance(start, int) else 0)}")
+        say(f"no block: {Miss(cause, start if isinstance(start, int) else 0)}")
 
 
 def inspect_file(path: Path, model: str | None, *, as_json: bool) -> None:
@@ -281,10 +280,7 @@ def _read_llama_file(path: Path, model_name: str | None) -> LlamaFacts:
         Model.from_gguf(find_model(model_name), n_threads=1) as model,
         model.context(n_ctx=1) as context,
     ):
-        try:
-            return _llama_facts(read_llama_file(path.read_bytes(), context.memory_spec))
-        except (SnapshotFileError, OSError) as error:
-            raise SnapshotFileError(f"{path}: {error}") from error
+        return _llama_facts(read_file(path, context.memory_spec))
 
 
 def _llama_facts(file: LlamaFile) -> LlamaFacts:

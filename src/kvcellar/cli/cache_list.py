@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcellar.cli.blocks import Block, Forest, Stretch
-from kvcellar.cli.console import columns_table, harmless
+from kvcellar.cli.console import columns_table
 from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.prompts.misses import absent_of
 from kvcellar.stores.base import WRITING_S
@@ -76,7 +76,7 @@ def _cells(one: Stretch, now: float) -> list[str]:
     first, last = one.blocks[0], one.blocks[-1]
     return [
         last.key[:SHORT],
-        harmless(first.model[:8]) or "-",
+        first.model[:8] or "-",
         f"{first.start}-{last.end}" if last.tokens else "-",
         human_bytes(one.n_bytes),
         human_age(now - one.created),

@@ -191,7 +191,7 @@ class Repl:
         self._interactive = interactive
         self._stats = stats
         self._commands: dict[str, Callable[[], None]] = {
-            "/help": lambda: note(HELP),
+            "/help": lambda: note(*HELP.splitlines()),
             "/cells": self._cells,
             "/undo": self._undo,
             "/reset": self._reset,
@@ -218,12 +218,12 @@ class Repl:
             try:
                 line = input("> ") if self._interactive else sys.stdin.readline()
             except EOFError:
-                print(file=sys.stderr)
+                note("")
                 return None
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
-                note("\n(Ctrl-D or /exit ends the conversation)")
+                note("", "(Ctrl-D or /exit ends the conversation)")
                 continue
             if not line and not self._interactive:
                 return None

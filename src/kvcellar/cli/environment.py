@@ -21,6 +21,7 @@ from kvcellar.backends.ggml.jit.product import why_no_products
 from kvcellar.backends.ggml.library import ENV, load
 from kvcellar.backends.memory import available_bytes
 from kvcellar.errors import LibraryError
+from kvcellar.runtime import hash_cache
 
 PACKAGES = (
     "numpy",
@@ -34,7 +35,7 @@ PACKAGES = (
     "zstandard",
     "redis",
 )
-VARIABLES = (ENV, compiler.ENV)
+VARIABLES = (ENV, compiler.ENV, hash_cache.ENV)
 CPUINFO = Path("/proc/cpuinfo")
 
 FEATURES: Mapping[str, tuple[str, ...]] = {

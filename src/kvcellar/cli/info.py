@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, show
-from kvcellar.cli.options import MODEL_HELP, AsJson
+from kvcellar.cli.console import columns_table, console_for, facts_table, print_json, say, show
+from kvcellar.cli.options import MODEL_HELP, AsJson, Pre
 from kvcellar.cli.units import human_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ ShowEnvironment = Annotated[
 
 
 def info(
-    model: OptionalModel = None, environment: ShowEnvironment = False, as_json: AsJson = False
+    model: OptionalModel = None,
+    environment: ShowEnvironment = False,
+    as_json: AsJson = False,
+    pre: Pre = None,
 ) -> None:
     """Show a model's properties, the cache of each layer, and how many cells fit in memory.
 
@@ -41,7 +44,7 @@ def info(
     if model is None:
         _show_environment(as_json)
     else:
-        _show_model(model, as_json)
+        _show_model(model, pre, as_json)
 
 
 def _show_environment(as_json: bool) -> None:
@@ -52,14 +55,14 @@ def _show_environment(as_json: bool) -> None:
         print_json(asdict(found))
         return
     for name, value in _environment_rows(found):
-        print(f"{name:<20}{value}")
+        say(f"{name:<20}{value}")
 
 
-def _show_model(model: str, as_json: bool) -> None:
+def _show_model(model: str, pre: str | None, as_json: bool) -> None:
     from kvcellar.cli.model_info import read_model_info
     from kvcellar.runtime.demo import find_model
 
-    found = read_model_info(find_model(model))
+    found = read_model_info(find_model(model), pre)
     if as_json:
         print_json(asdict(found))
         return
@@ -120,6 +123,7 @@ def _facts(found: ModelInfo) -> Table:
         "weights": _weights(found),
         "file": human_bytes(found.file_bytes),
         "why not": found.reason,
+        "no text": found.tokenizer_reason,
     }
     said = [(name, str(value)) for name, value in rows.items() if value is not None]
     return facts_table(found.path.rpartition("/")[2], said)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvcellar.backends.ggml.gguf import GgmlWeights, GgufFile
 from kvcellar.backends.memory import available_bytes
-from kvcellar.errors import UnsupportedModel
+from kvcellar.errors import TokenizerError, UnsupportedModel
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
+from kvcellar.text.tokenizer import check_kind
 from kvcellar.types import KVType, LayerMemory, LayerSpec, StateSpec
 
 
@@ -64,6 +65,7 @@ class TypeCost:
 class ModelInfo:
     """A model file; None where the file does not say.
 
+    ``tokenizer_reason`` is why there is no tokenizer for it, None if there is one.
     ``n_head_kv`` and the head sizes are those of the first layer. ``memory_available`` is the
     memory that is free beside the weights. ``caches`` groups the layers by what they keep.
     """
@@ -82,6 +84,7 @@ class ModelInfo:
     n_vocab: int | None
     n_ctx_train: int | None
     tokenizer: str | None
+    tokenizer_reason: str | None
     has_chat_template: bool
     n_parameters: int
     tensor_types: dict[str, int]
@@ -92,10 +95,11 @@ class ModelInfo:
     caches: tuple[LayerCache, ...] = ()
 
 
-def read_model_info(path: Path) -> ModelInfo:
-    """Describe a file.
+def read_model_info(path: Path, pre: str | None = None) -> ModelInfo:
+    """Describe a file, with a pre-tokenizer in place of the one that it names.
 
     Raises:
+        OptionError: there is no such pre-tokenizer, or the vocabulary has none.
         ModelFileError: it is missing, truncated, damaged or not GGUF.
     """
     file = GgufFile(path)
@@ -122,7 +126,8 @@ def read_model_info(path: Path) -> ModelInfo:
         n_embd=_count(data, f"{arch}.embedding_length"),
         n_vocab=len(tokens) if isinstance(tokens, list) else None,
         n_ctx_train=n_ctx,
-        tokenizer=_tokenizer(data),
+        tokenizer=_tokenizer(data, pre),
+        tokenizer_reason=_why_no_tokenizer(data, pre),
         has_chat_template=bool(data.get("tokenizer.chat_template")),
         n_parameters=sum(prod(tensor.shape) for tensor in tensors),
         tensor_types=dict(Counter(tensor.type_name for tensor in tensors).most_common()),
@@ -170,9 +175,17 @@ def _count(data: Mapping[str, object], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _tokenizer(data: Mapping[str, object]) -> str | None:
-    kind, pre = _text(data, "tokenizer.ggml.model"), _text(data, "tokenizer.ggml.pre")
+def _tokenizer(data: Mapping[str, object], pre: str | None) -> str | None:
+    kind, pre = _text(data, "tokenizer.ggml.model"), pre or _text(data, "tokenizer.ggml.pre")
     return f"{kind}, {pre}" if kind and pre else kind
+
+
+def _why_no_tokenizer(data: Mapping[str, object], pre: str | None) -> str | None:
+    try:
+        check_kind(data, pre)
+    except (TokenizerError, UnsupportedModel) as error:
+        return str(error)
+    return None
 
 
 def layer_caches(layers: Iterable[LayerMemory]) -> tuple[LayerCache, ...]:

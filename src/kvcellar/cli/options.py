@@ -36,6 +36,12 @@ Stop = Annotated[
     typer.Option("--stop", metavar="TEXT", help="Stop at this text; can be repeated."),
 ]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
+Pre = Annotated[
+    str | None,
+    typer.Option(
+        "--pre", metavar="NAME", help="Pre-tokenizer to use instead of the one the file names."
+    ),
+]
 ShowStats = Annotated[
     bool, typer.Option("--stats", help="Print speed, cells and memory to stderr.")
 ]
@@ -149,6 +155,7 @@ class Computing:
         _computing("--threads", help="Number of compute threads.", show_default="all processors"),
     ] = None
     n_ubatch: Annotated[int, _computing("--n-ubatch", help="Prompt tokens computed at once.")] = 512
+    pre: Pre = None
 
     @contextmanager
     def open(self, model_name: str) -> Iterator[Context]:
@@ -156,7 +163,8 @@ class Computing:
         from kvcellar.runtime.demo import find_model
         from kvcellar.runtime.model import Model
 
-        with Model.from_gguf(find_model(model_name), n_threads=self.threads) as model:
+        path = find_model(model_name)
+        with Model.from_gguf(path, n_threads=self.threads, pre=self.pre) as model:
             yield model.context(
                 n_ctx=self.n_ctx,
                 n_seq_max=1,

@@ -1,30 +1,26 @@
 """``--prompt-cache`` of ``run`` and ``chat``: it speeds a run up, and never makes one fail.
 
 A store that cannot be opened is an error: the option names the wrong place. One that fails later
-causes one warning, and the run continues without it.
+causes one warning, and the run continues without it until it works again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcellar.cli.console import note, one_line
 from kvcellar.cli.units import parse_age, parse_size
-from kvcellar.errors import CacheFull, ClosedError, OptionError, StoreError
-from kvcellar.stores.base import Entry
+from kvcellar.errors import CacheFull, OptionError, StoreError
 
 if TYPE_CHECKING:
     from kvcellar.prompts.cache import PromptCache
     from kvcellar.runtime.sequence import Sequence as Text
-    from kvcellar.stores.base import Absence, Buffer, Field, Note, Store
-
-T = TypeVar("T")
 
 FOLDER_BYTES = 10 * 2**30
 """The default budget of a folder: a disk must not fill up unnoticed."""
@@ -106,7 +102,7 @@ class PromptCacheOptions:
         if size is None and folder_of(self.where) is not None:
             size = FOLDER_BYTES
         with closing(open_or_make(self.where, size, ttl)) as store:
-            yield PromptCache(BestEffortStore(store), cache_salt=self.salt or "")
+            yield PromptCache(store, cache_salt=self.salt or "")
 
     def _limits(self) -> tuple[int | None, float | None]:
         """Bytes and seconds."""
@@ -132,64 +128,10 @@ def _store_computed(prompts: PromptCache | None, sequence: Text) -> None:
     n_pending = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
     if n_pending > 0:
         sequence.trim(n_pending)
-    if len(sequence):
-        prompts.store(sequence)
-
-
-class BestEffortStore:
-    """A store that is empty and refuses values after its first failure."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._failed = False
-
-    def put(self, key: str, value: Sequence[Buffer], note: Note | None = None) -> bool:
-        """Store a value; return False if the store fails."""
-        return self._try(lambda: self._store.put(key, value, note), False)
-
-    def get(self, key: str) -> Buffer | None:
-        """Return the value, None if the store fails."""
-        return self._try(lambda: self._store.get(key), None)
-
-    def has(self, key: str) -> bool:
-        """Return whether there is a value."""
-        return self._try(lambda: self._store.has(key), False)
-
-    def touch(self, key: str) -> bool:
-        """Count a use of a value."""
-        return self._try(lambda: self._store.touch(key), False)
-
-    def why_absent(self, key: str) -> Absence:
-        """Return why there is no value."""
-        return self._try(lambda: self._store.why_absent(key), "never stored")
-
-    def delete(self, key: str) -> bool:
-        """Drop a value."""
-        return self._try(lambda: self._store.delete(key), False)
-
-    def entries(self) -> Iterator[Entry]:
-        """Return all entries."""
-        return iter(self._try(lambda: list(self._store.entries()), list[Entry]()))
-
-    def find(self, field: Field, key: str, most: int) -> list[Entry]:
-        """Return entries whose note names a key there."""
-        return self._try(lambda: self._store.find(field, key, most), [])
-
-    @property
-    def bytes_used(self) -> int:
-        """The size of all values."""
-        return self._try(lambda: self._store.bytes_used, 0)
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
-
-    def _try(self, action: Callable[[], T], otherwise: T) -> T:
-        if self._failed:
-            return otherwise
-        try:
-            return action()
-        except (StoreError, ClosedError) as error:
-            self._failed = True
-            note(f"warning: continuing without the prompt cache: {one_line(error)}")
-            return otherwise
+    is_known = prompts.trouble is not None
+    try:
+        if len(sequence):
+            prompts.store(sequence)
+    except StoreError as error:
+        if not is_known:
+            note(f"warning: the prompt cache does not store this: {one_line(error)}")

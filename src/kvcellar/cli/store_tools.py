@@ -24,7 +24,7 @@ from kvcellar.stores.base import WRITING_S
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.disk.index import is_store
 from kvcellar.stores.opening import folder_of
-from kvcellar.stores.redis import without_secrets
+from kvcellar.stores.redis_client import without_secrets
 
 if TYPE_CHECKING:
     from kvcellar.cli.blocks import Reason

@@ -30,6 +30,7 @@ def tour(
     prompt: Prompt = PROMPT,
     fast: Fast = False,
     threads: Threads = None,
+    pre: o.Pre = None,
 ) -> None:
     """Show an answer, three forks of it and a rollback, and what each step costs."""
     from kvcellar.cli.tour_steps import LiveView, Tour
@@ -40,7 +41,7 @@ def tour(
         raise OptionError("--prompt is empty: give the model a text to continue")
     screen = LiveView(console_for(sys.stdout), fast=fast)
     n_threads = idle_processors() if threads is None else threads
-    with Model.from_gguf(find_model(model), n_threads=n_threads) as loaded:
+    with Model.from_gguf(find_model(model), n_threads=n_threads, pre=pre) as loaded:
         context = loaded.context(n_ctx=N_CELLS, n_seq_max=4)
         try:
             Tour(context, screen, clean(prompt)).run()

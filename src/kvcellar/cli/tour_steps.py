@@ -28,7 +28,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cli.console import columns_table, harmless, show
+from kvcellar.cli.console import columns_table, show, visible, visible_line
 from kvcellar.cli.units import human_bytes
 from kvcellar.types import ByteArray
 
@@ -105,15 +105,16 @@ class Tour:
         self._screen.say(
             Text.assemble(
                 ("kvcellar tour", "bold"),
-                f": {context.model.path.name}, {n_layers} layers; a cache of {spec.size} "
-                f"cells, {human_bytes(spec.bytes_per_cell)} of K and V each ({spec.type_k.label}).",
+                f": {visible_line(context.model.path.name)}, {n_layers} layers; "
+                f"a cache of {spec.size} cells, {human_bytes(spec.bytes_per_cell)} of K and V each "
+                f"({spec.type_k.label}).",
             )
         )
 
     def _answer(self) -> None:
         with self._screen.step("1 of 5  The model continues a prompt") as show:
             seq = self._trunk
-            self._texts[seq.seq_id] = Text.assemble((harmless(self._prompt), "bold"))
+            self._texts[seq.seq_id] = Text.assemble((visible(self._prompt), "bold"))
             with self._costs.measure("read the prompt") as cost:
                 cost.timed(lambda: seq.append(self._prompt))
                 show(self._frame())
@@ -195,7 +196,7 @@ class Tour:
     def _write(self, sequence: Sequence, piece: str, style: str = "") -> None:
         """Append to the text that is shown, with blanks in place of line breaks."""
         text = self._texts[sequence.seq_id]
-        piece = harmless(re.sub(r"\s+", " ", piece))
+        piece = visible(re.sub(r"\s+", " ", piece))
         text.append(piece.lstrip() if text.plain.endswith(" ") else piece, style)
 
     def _frame(self) -> RenderableType:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Ops, Routing
 from kvcellar.types import LayerMemory, LayerSpec
@@ -48,7 +48,11 @@ class Decoder(Generic[T]):
 
     Attributes:
         spec: its shape.
+        unused: tensors that files of the architecture may have and that change no logits, ``*`` for
+            the number of a layer. Files with others that were not read are refused.
     """
+
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import log
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from kvcellar.backends.operations import Routing, Weights
 from kvcellar.errors import ModelFileError, UnsupportedModel
@@ -31,6 +31,8 @@ _LOG_MULTIPLIER = ".rope.scaling.yarn_log_multiplier"
 
 class Deepseek2(Decoder[T]):
     """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
+
+    unused: ClassVar[tuple[str, ...]] = ("blk.*.attn_kv_b.weight",)  # k_b and v_b again, joined
 
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         _refuse_joined(weights)

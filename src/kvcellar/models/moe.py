@@ -29,8 +29,10 @@ def read_experts(file: Reader[T], i: int, n_ff: int, *, scaled: bool = False) ->
         raise UnsupportedModel(f"expert_used_count={n_used}: at most {MAX_EXPERTS_USED} run")
     matrix, is_fused = file.weights.matrix, file.weights.has(f"{name}_gate_up_exps.weight")
 
-    def inner(kind: str, n: int = n_ff) -> T:
-        return matrix(f"{name}_{kind}_exps.weight", n_expert, n, n_embd)
+    def experts(kind: str, n_out: int, n_in: int) -> T:
+        full = f"{name}_{kind}_exps"
+        file.ignore_scales(full, scaled=scaled)
+        return matrix(f"{full}.weight", n_expert, n_out, n_in)
 
     def scale(kind: str) -> T | None:
         return file.optional(f"{name}_{kind}_exps.scale", n_expert) if scaled else None
@@ -41,11 +43,11 @@ def read_experts(file: Reader[T], i: int, n_ff: int, *, scaled: bool = False) ->
 
     return ExpertWeights(
         router=matrix(f"{name}_gate_inp.weight", n_expert, n_embd),
-        down=matrix(f"{name}_down_exps.weight", n_expert, n_embd, n_ff),
+        down=experts("down", n_embd, n_ff),
         n_used=n_used,
-        gate=None if is_fused else inner("gate"),
-        up=None if is_fused else inner("up"),
-        gate_up=inner("gate_up", 2 * n_ff) if is_fused else None,
+        gate=None if is_fused else experts("gate", n_ff, n_embd),
+        up=None if is_fused else experts("up", n_ff, n_embd),
+        gate_up=experts("gate_up", 2 * n_ff, n_embd) if is_fused else None,
         gate_scale=scale("gate"),
         up_scale=scale("up"),
         gate_up_scale=scale("gate_up"),

@@ -9,7 +9,7 @@ has them was trained last. llama.cpp takes the short ones for a context that is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from kvcellar.backends.operations import Weights
 from kvcellar.models.blocks import Decoder, Embedding, FusedDense
@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 class Phi3(Decoder[T]):
     """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
+
+    unused: ClassVar[tuple[str, ...]] = ("rope_factors_short.weight",)
 
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)

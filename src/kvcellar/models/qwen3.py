@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from kvcellar.backends.operations import Weights
 from kvcellar.models.attention import Attention
@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 class Qwen3(Decoder[T]):
     """A loaded model of the family; raises as :class:`~kvcellar.models.llama.Llama` does."""
+
+    unused: ClassVar[tuple[str, ...]] = ("cls.output.weight",)
 
     def __init__(self, metadata: Mapping[str, object], weights: Weights[T]) -> None:
         file = Reader(metadata, weights)

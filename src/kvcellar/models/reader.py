@@ -6,16 +6,21 @@ them count: in attention always, in the feed-forwards of llama and Qwen3 only (`
 Settings that no family has (:data:`TRIVIAL`) are refused by name, since a model that ignores one
 would be silently wrong; files may list them with a value that has no effect, as today's converters
 do. A family that has one of these by design names it when it reads the file.
+
+Tensors likewise: :class:`TrackedWeights` knows which were read. One that was not, and that neither
+a product that does not count its scale nor the family (``Decoder.unused``) says to have no effect,
+is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 from kvcellar.backends.operations import Weights
-from kvcellar.errors import ModelFileError
+from kvcellar.errors import ModelFileError, UnsupportedModel
 from kvcellar.models.attention import Attention, Fused, Projections, Separate
 from kvcellar.models.blocks import (
     Block,
@@ -68,6 +73,77 @@ def refuse_unknown_settings(hp: HyperParams) -> None:
 
 T = TypeVar("T")
 
+_N_NAMED = 4  # tensors that an error lists
+
+
+class TrackedWeights(Generic[T]):
+    """The tensors of a file, and which of them a family has read. Implements ``Weights[T]``.
+
+    Asking whether there is a tensor, or for its shape, does not count as reading it.
+    """
+
+    def __init__(self, weights: Weights[T]) -> None:
+        self._weights = weights
+        self._known: set[str] = set()
+
+    @classmethod
+    def of(cls, weights: Weights[T]) -> TrackedWeights[T]:
+        """These weights, tracked; as they are if they are that already."""
+        return weights if isinstance(weights, TrackedWeights) else cls(weights)
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that the file has."""
+        return self._weights.names()
+
+    def has(self, name: str) -> bool:
+        """Whether the file has that tensor."""
+        return self._weights.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that the file must have."""
+        return self._weights.shape(name)
+
+    def matrix(self, name: str, *shape: int) -> T:
+        """See ``Weights.matrix``."""
+        self._known.add(name)
+        return self._weights.matrix(name, *shape)
+
+    def vector(self, name: str, *shape: int) -> T:
+        """See ``Weights.vector``."""
+        self._known.add(name)
+        return self._weights.vector(name, *shape)
+
+    def values(self, name: str, n: int) -> tuple[float, ...]:
+        """See ``Weights.values``."""
+        self._known.add(name)
+        return self._weights.values(name, n)
+
+    def has_no_effect(self, *names: str) -> None:
+        """Note that these tensors, where the file has them, change no result."""
+        self._known.update(names)
+
+    def refuse_unread(self, arch: str, unused: Iterable[str] = ()) -> None:
+        """Refuse a file with tensors that were not read, since its results would be wrong.
+
+        Args:
+            arch: the architecture that read them.
+            unused: names that it knows and does not need; ``*`` stands for the number of a layer.
+
+        Raises:
+            UnsupportedModel: there are any; it names some.
+        """
+        unread = sorted(set(self.names()) - self._known)
+        patterns = [re.escape(name).replace(r"\*", "[0-9]+") for name in unused]
+        unread = [name for name in unread if not any(re.fullmatch(p, name) for p in patterns)]
+        if not unread:
+            return
+        listed = ", ".join(f"{name!r:.80}"[1:-1] for name in unread[:_N_NAMED])
+        more = f" and {len(unread) - _N_NAMED} more" if len(unread) > _N_NAMED else ""
+        raise UnsupportedModel(
+            f"the file has tensors that architecture {arch} does not use, so its results would be "
+            f"wrong: {listed}{more}; convert the model again, for the architecture that it has"
+        )
+
 
 class Reader(Generic[T]):
     """The hyper-parameters and tensors of a file.
@@ -89,7 +165,7 @@ class Reader(Generic[T]):
         self, metadata: Mapping[str, object], weights: Weights[T], *, all_attend: bool = True
     ) -> None:
         self.hp = HyperParams(metadata)
-        self.weights = weights
+        self.weights = TrackedWeights.of(weights)
         refuse_unknown_settings(self.hp)
         self.n_vocab, self.n_embd = _embedding_shape(self.hp, weights)
         self.embedding = weights.matrix("token_embd.weight", self.n_vocab, self.n_embd)
@@ -188,11 +264,20 @@ class Reader(Generic[T]):
 
     def linear(self, name: str, n_out: int, n_in: int, *, scaled: bool = True) -> Linear[T]:
         """A weight with the bias and, if it counts, the scale that the file may have."""
+        self.ignore_scales(name, scaled=scaled)
         return Linear(
             weight=self.weights.matrix(f"{name}.weight", n_out, n_in),
             scale=self.optional(f"{name}.scale", 1) if scaled else None,
             bias=self.optional(f"{name}.bias", n_out),
         )
+
+    def ignore_scales(self, name: str, *, scaled: bool) -> None:
+        """Note which scales of a weight that is read have no effect, where the file has them.
+
+        That of the input is for kernels that round the input to few bits, which ours do not; that
+        of the product has none in parts of some families (``scaled=False``), as in llama.cpp.
+        """
+        self.weights.has_no_effect(f"{name}.input_scale", *(() if scaled else (f"{name}.scale",)))
 
     def rms_norm(self, name: str, *shape: int) -> RmsNorm[T]:
         """An RMS norm of n_embd values, or of another shape."""

@@ -11,6 +11,7 @@ from kvcellar.backends.operations import Weights
 from kvcellar.errors import UnsupportedModel
 from kvcellar.models.blocks import Decoder
 from kvcellar.models.hparams import HyperParams
+from kvcellar.models.reader import TrackedWeights
 
 T = TypeVar("T")
 
@@ -39,11 +40,15 @@ def load_architecture(metadata: Mapping[str, object], weights: Weights[T]) -> De
     """The model that a file describes.
 
     Raises:
-        UnsupportedModel: we have no such architecture, or the file needs more than we have.
+        UnsupportedModel: we have no such architecture, or the file needs more than we have,
+            or has tensors that the architecture does not use.
     """
     arch = HyperParams(metadata).arch
     if arch not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {arch!r} is not supported; known are {known}")
     module, _, name = ARCHITECTURES[arch].partition(":")
-    return cast("Decoder[T]", getattr(import_module(module), name)(metadata, weights))
+    tracked = TrackedWeights(weights)
+    model = cast("Decoder[T]", getattr(import_module(module), name)(metadata, tracked))
+    tracked.refuse_unread(arch, model.unused)
+    return model

@@ -15,6 +15,7 @@ cannot be checked, so import only files from people whose results you would use.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
 from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
+from kvcellar.files import open_regular, why
 from kvcellar.prompts.blocks import check_block
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, encode_note
@@ -93,7 +95,7 @@ def check_export(path: Path) -> None:
         LibraryError: values are compressed by a library that is not installed.
     """
     with _opened(path) as archive:
-        _checked(archive, path)
+        _checked(archive)
 
 
 def import_blocks(store: Store, path: Path) -> Imported:
@@ -107,7 +109,7 @@ def import_blocks(store: Store, path: Path) -> Imported:
         StoreError: a block cannot be put; the message names it, and how many were.
     """
     with _opened(path) as archive:
-        items = _checked(archive, path)
+        items = _checked(archive)
         put: list[_Item] = []
         for i, item in reversed(list(enumerate(items))):
             if not store.touch(item.key):
@@ -170,7 +172,7 @@ def _hash(data: bytes) -> str:
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open the file; whatever reading it raises becomes an error of the file."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _file(path) as file, zipfile.ZipFile(file) as archive:
             yield archive
     except SnapshotError as error:
         if isinstance(error, SnapshotFileError):
@@ -184,9 +186,17 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         ) from error
 
 
-def _checked(archive: zipfile.ZipFile, path: Path) -> list[_Item]:
+def _file(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise SnapshotFileError(f"cannot be read: {why(error)}") from error
+
+
+def _checked(archive: zipfile.ZipFile) -> list[_Item]:
     """Read every value and return what the index lists."""
-    items = _items(archive, path.stat().st_size)
+    assert archive.fp is not None
+    items = _items(archive, os.fstat(archive.fp.fileno()).st_size)
     for i, item in enumerate(items):
         value = _value(archive, i, item)
         try:

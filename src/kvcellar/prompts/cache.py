@@ -4,29 +4,35 @@ A text is cut into blocks (``blocks.py``), so any text finds what it has in comm
 stored, by whichever process or machine, and what texts share is stored once.
 
 1. A block is useless without those before it: blocks are read, stored and touched from the last to
-   the first, so a store that runs out of room drops the ends of texts.
+   the first, so a store that runs out of room drops the ends of texts. Of a text that is larger
+   than the store's budget, the end is not stored at all.
 2. States and windows can be exported only where a sequence ends, so :meth:`PromptCache.append`
    computes block by block where the model has any, and exports each block as it ends. Because of
    rule 1 the blocks wait until the last one is there, in memory or in a temporary file.
-3. A store that fails never costs text: :class:`StoreError` is raised when all of it was added.
+3. A store that fails costs time alone: :meth:`PromptCache.append` and :meth:`PromptCache.restore`
+   go on without it and say so once in the log. They ask it again the next time; one that is slow to
+   fail, half a minute later at most.
+4. What interrupts an append leaves the sequence as it was, and the store with whole blocks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
 from tempfile import SpooledTemporaryFile
-from typing import TypeAlias
+from time import monotonic
+from typing import Literal, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.content import SequenceData
-from kvcellar.cache.transfer import state_set
+from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import (
     BatchError,
     LibraryError,
@@ -35,24 +41,33 @@ from kvcellar.errors import (
     SnapshotError,
     StoreError,
     check_range,
+    not_copied,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
 from kvcellar.prompts.misses import Miss, explain, mark, note_of
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import SaveOptions
+from kvcellar.runtime.saving import Ready
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.stores.base import Store
 from kvcellar.types import KVType
 
+T = TypeVar("T")
 OnPiece: TypeAlias = Callable[[int], None]
+Use: TypeAlias = Literal["restore", "store"]
+
+_log = logging.getLogger(__name__)
 
 MAX_BLOCK = 4096
 """Tokens of the largest block: they have to fit into a store's notes."""
 
 IN_MEMORY = 64 << 20
 """Bytes of blocks that wait in memory; more go into a file."""
+
+SLOW_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""A store that needs more seconds to fail is left alone for nine times as long, but no longer."""
 
 
 class PromptCache:
@@ -79,6 +94,8 @@ class PromptCache:
         LibraryError: compression needs a library that is not installed.
     """
 
+    __reduce_ex__ = not_copied("a PromptCache", "make another over a store that is opened again")
+
     def __init__(
         self,
         store: Store,
@@ -101,6 +118,13 @@ class PromptCache:
             pack(np.empty(0, np.uint8))  # fail now rather than after computing a text
         self._how = SaveOptions(type_k, type_v, compress, checkpoints=False)
         self._forms = WeakKeyDictionary[Context, BlockFormat]()
+        self._troubles: dict[Use, StoreError] = {}
+        self._asked_again: dict[Use, float] = {}
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """What the store failed with, since it last worked; None: it works."""
+        return next(iter(list(self._troubles.values())), None)
 
     def append(
         self, sequence: Sequence, prompt: str | Iterable[int], *, on_piece: OnPiece | None = None
@@ -109,58 +133,59 @@ class PromptCache:
 
         Everything is computed if the sequence is not empty. ``on_piece`` is called with the number
         of restored tokens, then with that of each computed piece; what it raises ends the append
-        as any error does.
+        as any error does. If the store fails, the text is computed all the same;
+        :attr:`trouble` tells.
 
         Raises:
             BatchError, CacheFull: as :meth:`Sequence.append`; the sequence is as it was. Blocks
                 computed by then are stored.
-            StoreError: the store cannot be read or written; the text was added.
         """
         with sequence.context.exclusive(), Spool() as exported:
-            new, n_before, failed = _ids(sequence, prompt), len(sequence), None
-            hit = CacheHit(len(new), 0)
-            if n_before:
-                text = self._exact_blocks(sequence, new)
-            else:
-                text = self._blocks(sequence.context, new)
-                try:
-                    hit = self._restore(sequence, text)
-                except StoreError as error:
-                    failed = error
+            context, new, n_before = sequence.context, _ids(sequence, prompt), len(sequence)
+            hit, text, is_computed = CacheHit(len(new), 0), self._blocks(context, []), False
             try:
-                most = sequence.context.n_ubatch if on_piece else max(1, len(new))
+                if n_before:
+                    text = self._exact_blocks(sequence, new)
+                else:
+                    text = self._blocks(context, new)
+                    hit = self._restore_if_possible(sequence, text)
+                most = context.n_ubatch if on_piece else max(1, len(new))
                 pieces = self._compute(sequence, new[hit.n_reused :], text, exported, most)
                 for n_done in chain((hit.n_reused,), pieces):
                     if on_piece is not None:
                         on_piece(n_done)
+                is_computed = True
+                n_held = len(text.keys) * self.block_size
+                if hit.n_reused < n_held and not hit.has_failed:  # reading counted as a use
+                    self._store_if_possible(sequence, text, len(text.keys), exported)
             except BaseException:
-                n_held = sequence.context.cache.seq_count(sequence.seq_id)
-                n = min(n_held // self.block_size, len(text.keys))
-                with suppress(StoreError):
-                    self._store_missing(text, n, self._exporter(sequence, text, exported))
+                if not is_computed and not hit.has_failed:
+                    n_held = context.cache.seq_count(sequence.seq_id)
+                    n = min(n_held // self.block_size, len(text.keys))
+                    self._store_if_possible(sequence, text, n, exported)
                 sequence.trim(len(sequence) - n_before)
                 raise
-            if failed is not None:
-                raise failed
-            if hit.n_reused < len(text.keys) * self.block_size:  # reading counted as a use
-                self._store_missing(text, len(text.keys), self._exporter(sequence, text, exported))
-                exported.check()
             return hit
 
     def restore(self, sequence: Sequence, prompt: str | Iterable[int]) -> CacheHit:
         """Restore the longest stored beginning of a text into an empty sequence.
 
-        Append the rest yourself; at least one token is left, because its logits are needed.
+        Append the rest yourself; at least one token is left, because its logits are needed. If the
+        store fails, nothing is restored; :attr:`trouble` tells.
 
         Raises:
             OptionError: the sequence is not empty.
             CacheFull: there is no room; the sequence is empty.
-            StoreError: the store cannot be read; the sequence is empty.
         """
         with sequence.context.exclusive():
             if len(sequence):
                 raise OptionError(f"restore: sequence {sequence.seq_id} is not empty")
-            return self._restore(sequence, self._blocks(sequence.context, _ids(sequence, prompt)))
+            text = self._blocks(sequence.context, _ids(sequence, prompt))
+            try:
+                return self._restore_if_possible(sequence, text)
+            except BaseException:
+                sequence.trim(len(sequence))
+                raise
 
     def store(self, sequence: Sequence) -> int:
         """Store what a sequence has computed; return how many of its first blocks are stored now.
@@ -181,18 +206,54 @@ class PromptCache:
             exported.check()
             return self._n_stored(text.keys[:n])
 
+    # -- a store that may fail
+
+    def _restore_if_possible(self, sequence: Sequence, text: Blocks) -> CacheHit:
+        n, failed = len(text.tokens), Miss("store failed", 0)
+        return self._try("restore", lambda: self._restore(sequence, text), CacheHit(n, 0, failed))
+
+    def _store_if_possible(self, sequence: Sequence, text: Blocks, n: int, exported: Spool) -> None:
+        def work() -> int | None:
+            n_put = self._store_missing(text, n, self._exporter(sequence, text, exported))
+            exported.check()
+            return n_put or None  # a store that need not write may be full
+
+        self._try("store", work, None)
+
+    def _try(self, use: Use, work: Callable[[], T], otherwise: T) -> T:
+        """Use the store; if it fails, say so once and go on without it.
+
+        What is not None proves that it works again.
+        """
+        if (start := monotonic()) < self._asked_again.get(use, 0.0):
+            return otherwise
+        try:
+            result = work()
+        except StoreError as error:
+            lost_s = monotonic() - start
+            pause_s = min(9 * lost_s, LONGEST_PAUSE_S) if lost_s > SLOW_S else 0.0
+            self._asked_again[use] = monotonic() + pause_s
+            if use not in self._troubles:
+                _log.warning("continuing without the prompt cache: %s", error)
+            self._troubles[use] = error
+            return otherwise
+        if result is not None and self._troubles.pop(use, None) is not None:
+            _log.info("the prompt cache works again")
+        return result
+
     # -- restoring
 
     def _restore(self, sequence: Sequence, text: Blocks) -> CacheHit:
         sequence.stored_as = ""
         pieces, why = self._find(text)
         if pieces:
+            content, saved = text.joined(pieces), SavedText(stored_as=text.stored_as)
             try:
-                state_set(sequence.context.cache, text.joined(pieces), [sequence.seq_id])
+                check_content(content, sequence.context.cache.store_specs)
             except SnapshotError:  # each is sound by itself, but not all together
                 self._drop(text.keys[: len(pieces)])
                 return CacheHit(len(text.tokens), 0, Miss("damaged", 0))
-            sequence.adopt(SavedText(stored_as=text.stored_as), 0)
+            sequence.context.put(Ready(content, (saved,)), [sequence])
         return CacheHit(len(text.tokens), len(sequence), why)
 
     def _find(self, text: Blocks) -> tuple[list[SequenceData], Miss]:
@@ -205,22 +266,26 @@ class PromptCache:
             else Miss("no whole block", n * self.block_size)
         )
         pieces: list[SequenceData] = []
+        sizes: list[int] = []
         for i in reversed(range(n)):
-            piece = self._read(text, i)
+            piece = self._read(text, i, sizes)
             if isinstance(piece, Miss):
                 pieces.clear()
                 why = piece
             else:
                 pieces.append(piece)
+        if why.cause == "nothing stored" and sizes and self._n_fitting(max(sizes), n + 1) <= n:
+            why = Miss("over budget", why.token)
         return pieces[::-1], why
 
-    def _read(self, text: Blocks, i: int) -> SequenceData | Miss:
+    def _read(self, text: Blocks, i: int, sizes: list[int]) -> SequenceData | Miss:
         """Read a block that was there a moment ago, or say why it is not any more."""
         key = text.keys[i]
         damaged = Miss("damaged", i * self.block_size)
         if (value := self._store.get(key)) is None:
             gone = self._store.why_absent(key)
             return damaged if gone == "never stored" else Miss(gone, damaged.token)
+        sizes.append(len(value))
         try:
             return text.read(i, value)
         except LibraryError:
@@ -276,11 +341,28 @@ class PromptCache:
             return lambda i: text.export(sequence, i)
         return exported.get
 
-    def _store_missing(self, text: Blocks, n: int, export: Callable[[int], bytes | None]) -> None:
-        """Store those of the first n blocks that the store lacks, and touch the others."""
-        for i in reversed(range(n)):
-            if not self._store.touch(text.keys[i]) and (value := export(i)) is not None:
-                self._store.put(text.keys[i], [value], note_of(text.block(i)))
+    def _store_missing(self, text: Blocks, n: int, export: Callable[[int], bytes | None]) -> int:
+        """Store those of the first n blocks that the store lacks; return how many.
+
+        The others are touched before, so that they do not make room for these, and after, so that
+        they leave last.
+        """
+        keys, n_put, n_fitting = text.keys[n - 1 :: -1] if n else [], 0, n
+        held = self._store.touch_all(keys)
+        for i, key in zip(reversed(range(n)), keys, strict=True):
+            if key in held or i >= n_fitting or (value := export(i)) is None:
+                continue
+            n_fitting = self._n_fitting(len(value), n_fitting)
+            if i < n_fitting and self._store.put(key, [value], note_of(text.block(i))):
+                n_put += 1
+        if n_put and held:
+            self._store.touch_all([key for key in keys if key in held])
+        return n_put
+
+    def _n_fitting(self, n_bytes: int, most: int) -> int:
+        """How many blocks of that size the store can hold at once, as far as it knows."""
+        budget = self._store.max_bytes
+        return most if budget is None or not n_bytes else min(most, budget // n_bytes)
 
     def _exact_blocks(self, sequence: Sequence, new: list[int]) -> Blocks:
         """The blocks of a sequence that may be stored, once new tokens are appended."""
@@ -311,6 +393,11 @@ class CacheHit:
     n_tokens: int
     n_reused: int
     why: Miss | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the store could not be asked."""
+        return self.why is not None and self.why.cause == "store failed"
 
     def __str__(self) -> str:
         reason = "" if self.why is None else f": {self.why}"

@@ -20,6 +20,8 @@ Cause: TypeAlias = Literal[
     "damaged",
     "compressed",
     "no whole block",
+    "over budget",
+    "store failed",
 ]
 
 _MARKS: tuple[Cause, ...] = ("window slid", "no checkpoint")
@@ -50,6 +52,8 @@ class Miss:
             "compressed": (
                 f"the block from {where} on is compressed: pip install 'kvcellar[zstd]' to read it"
             ),
+            "over budget": f"with the block from {where} on, the text exceeds the store's budget",
+            "store failed": f"the store failed when it was asked for {where} and what follows",
             "damaged": f"the block from {where} on was damaged and was dropped",
         }[self.cause]
 

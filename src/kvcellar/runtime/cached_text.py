@@ -179,10 +179,7 @@ class CachedText:
         Raises:
             NotSupported: one of these was decoded from an embedding, which nobody keeps.
         """
-        if -1 not in self.tokens:
-            return self._go_back(n_left)
-        with self.cache.transaction():
-            return self._go_back(n_left)
+        return self.cache.changes.run(self._go_back, n_left)
 
     def _go_back(self, n_left: int) -> TextState:
         at, state = self.positions, self.state
@@ -307,8 +304,7 @@ class CachedText:
         highest = self.end + (group - 1) * (end + n_windows * width // group)
         if highest >= MAX_POSITION:
             raise OptionError(f"group={group}: positions would pass the largest one on the way")
-        with self.cache.transaction():
-            end = self._divide(group, width, n_windows)
+        end = self.cache.changes.run(self._divide, group, width, n_windows)
         at = self.cache.seq_positions(self.seq_id)
         known = tuple(self.tokens[: int(np.searchsorted(at, end))])
         state = state._replace(self_extended=known, self_extended_end=end)

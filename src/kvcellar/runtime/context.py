@@ -6,22 +6,23 @@ are open again, and those that were made are closed.
 
 from __future__ import annotations
 
-import heapq
+import gc
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import astuple, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvcellar.backends.base import KVStore, OpenMemory
 from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
+from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
+from kvcellar.cache.changes import Undo
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.rows import check_threshold
@@ -30,12 +31,14 @@ from kvcellar.cache.transfer import put_content, state_get
 from kvcellar.cache.view import CacheView
 from kvcellar.errors import (
     BatchError,
+    CacheFull,
     ClosedError,
     ComputeError,
     OptionError,
     SequenceIdError,
     TokenizerError,
     check_range,
+    not_copied,
 )
 from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
@@ -53,7 +56,7 @@ from kvcellar.runtime.saving import (
     require_single,
     take_snapshot,
 )
-from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.sequence import HeldSequence, Sequence, prompt_ids
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
 from kvcellar.snapshot.llama.layout import FileGeneration, Kind
@@ -62,6 +65,9 @@ from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
 if TYPE_CHECKING:
     from kvcellar.runtime.model import Model
+
+
+R = TypeVar("R")
 
 
 class Context:
@@ -82,6 +88,11 @@ class Context:
         AllocationError: the K/V buffer cannot be allocated; nothing is left behind.
     """
 
+    __reduce_ex__ = not_copied(
+        "a Context",
+        "make another with model.context(), and Context.save() and load() move what is in it",
+    )
+
     def __init__(self, model: Model, options: ContextOptions) -> None:
         spec = options.memory_spec(model.spec, model.why_no_kernel)
         check_threshold(options.defrag_threshold)
@@ -100,11 +111,11 @@ class Context:
             self._memory.close()
             raise
         self.memory_spec = spec
-        self._free_ids = list(range(options.n_seq_max))
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, HeldSequence] = {}
         self._lock = threading.RLock()
         self._closed = False
-        self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
+        self.cache.watch(partial(remember_sequences, self._sequences))
+        self.cache.changes.join(partial(remember_ids, self._sequences))
 
     @property
     def spec(self) -> CacheSpec:
@@ -113,9 +124,9 @@ class Context:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The open sequences, by id."""
+        """The open sequences, by id; also those that nobody else refers to."""
         with self._lock:
-            return tuple(self._sequences[i] for i in sorted(self._sequences))
+            return tuple(self._handle(self._sequences[i]) for i in sorted(self._sequences))
 
     def sequence(self, prompt: str | Iterable[int] | None = None) -> Sequence:
         """Make a new sequence, with a prompt computed into it if one is given.
@@ -126,20 +137,10 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            if not self._free_ids:
-                raise SequenceIdError(
-                    f"all {self.spec.n_seq_max} sequences are taken: "
-                    "close one or use a larger n_seq_max"
-                )
-            sequence = Sequence(self, heapq.heappop(self._free_ids))
-            self._sequences[sequence.seq_id] = sequence
-        if prompt is not None:
-            try:
-                sequence.append(prompt)
-            except BaseException:
-                sequence.close()
-                raise
-        return sequence
+            if prompt is None:
+                return self.change(self._new_sequence)
+            ids = prompt_ids(self.model, prompt)
+            return self.change(lambda: self._new_sequence().append(ids))
 
     def decode(self, batch: Batch) -> Float32Array:
         """Compute a batch: write K and V, return the logits asked for.
@@ -159,7 +160,7 @@ class Context:
             raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
         with self._lock:
             self.check_open()
-            return self._decode(batch)
+            return self.change(partial(self._decode, batch))
 
     def resize(self, n_ctx: int) -> None:
         """Change the number of cells, whatever sequences are open; they stay as they are.
@@ -175,7 +176,8 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            self.cache.resize(check_range("n_ctx", n_ctx, 1, MAX_CELLS))
+            size = check_range("n_ctx", n_ctx, 1, MAX_CELLS)
+            self.change(partial(self.cache.resize, size))
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
         """Return ``cache.view`` with the tokens' texts where the model has a tokenizer."""
@@ -279,16 +281,10 @@ class Context:
             CacheError: there is no room, or it cannot be put there; see ``state_set``.
         """
         chosen = tuple(sequences)
-        for sequence in chosen:
-            sequence.compute_pending()
-        before = [len(sequence) for sequence in chosen]
-        with self._lock, self.cache.transaction():
-            ids = [sequence.seq_id for sequence in chosen]
-            put_content(self.cache, ready.content, ids, shift=ready.shift)
-            for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
-                sequence.adopt(text, n_before)
-                if ready.n_dropped:
-                    sequence.trim(ready.n_dropped)
+        with self._lock:
+            for sequence in chosen:
+                sequence.compute_pending()
+            self.change(partial(self._put, ready, chosen))
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Hold off other threads for the length of a ``with`` block, to make several calls one."""
@@ -305,22 +301,50 @@ class Context:
             self.profile = Profile.of(self._executor)
             return self.profile
 
-    def release(self, sequence: Sequence) -> None:
+    def change(self, step: Callable[[], R]) -> R:
+        """Do something to the cache and to sequences as a whole or not at all.
+
+        If there is no room for it, what unreachable sequences hold is freed, and it is tried again.
+        """
+        changes = self.cache.changes
+        if changes.is_open:
+            return step()
+        try:
+            return changes.run(step)
+        except CacheFull:
+            if not self.reclaim(thoroughly=True):
+                raise
+        return changes.run(step)
+
+    def reclaim(self, *, thoroughly: bool = False) -> bool:
+        """Free the ids and cells of sequences that nobody refers to; whether there were any.
+
+        Args:
+            thoroughly: also look for those that only refer to each other.
+        """
+        gone = self._unreachable()
+        if not gone and thoroughly and gc.collect():
+            gone = self._unreachable()
+        if gone:
+            self.cache.changes.run(self._free, gone)
+        return bool(gone)
+
+    def release(self, held: HeldSequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
-        with self._lock:
-            if self._sequences.pop(sequence.seq_id, None) is None or self._closed:
-                return
-            self.cache.seq_rm(sequence.seq_id, -1, -1)
-            heapq.heappush(self._free_ids, sequence.seq_id)
+        self._free([held])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the context was closed."""
+        return self._closed
 
     def close(self) -> None:
         """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            for sequence in self.sequences:
-                sequence.close()
+            for held in self._sequences.values():
+                held.is_closed = True
+            self._sequences.clear()
             self._memory.close()
 
     def __enter__(self) -> Context:
@@ -350,15 +374,50 @@ class Context:
         else:
             snapshot = read_wanted(lambda: self.facts, path, options, single=single)
             ready = prepare(self.facts, snapshot, options)
-        made: list[Sequence] = []
-        try:
-            made.extend(self.sequence() for _ in range(ready.content.n_seqs))
-            self.put(ready, made)
-        except BaseException:
-            for sequence in made:
-                sequence.close()
-            raise
+        return self.change(partial(self._put_into_new, ready))
+
+    def _put_into_new(self, ready: Ready) -> list[Sequence]:
+        made = [self._new_sequence() for _ in range(ready.content.n_seqs)]
+        self._put(ready, made)
         return made
+
+    def _put(self, ready: Ready, chosen: Iterable[Sequence]) -> None:
+        chosen = tuple(chosen)
+        before = [len(sequence) for sequence in chosen]
+        for sequence in chosen:
+            self.cache.changes.remember(sequence.held.remember())
+        ids = [sequence.seq_id for sequence in chosen]
+        put_content(self.cache, ready.content, ids, shift=ready.shift)
+        for sequence, text, n_before in zip(chosen, ready.texts, before, strict=True):
+            sequence.adopt(text, n_before)
+            if ready.n_dropped:
+                sequence.trim(ready.n_dropped)
+
+    def _new_sequence(self) -> Sequence:
+        n_seq_max = self.spec.n_seq_max
+        if len(self._sequences) == n_seq_max:
+            self.reclaim(thoroughly=True)
+        seq_id = next((i for i in range(n_seq_max) if i not in self._sequences), None)
+        if seq_id is None:
+            raise SequenceIdError(
+                f"all {n_seq_max} sequences are taken: close one or use a larger n_seq_max"
+            )
+        held = self._sequences[seq_id] = HeldSequence(seq_id)
+        return self._handle(held)
+
+    def _handle(self, held: HeldSequence) -> Sequence:
+        known = None if held.handle is None else held.handle()
+        return Sequence(self, held) if known is None else known
+
+    def _unreachable(self) -> list[HeldSequence]:
+        return [held for held in self._sequences.values() if not held.is_reachable]
+
+    def _free(self, sequences: Iterable[HeldSequence]) -> None:
+        for held in sequences:
+            self.cache.changes.remember(held.remember())
+            self.cache.seq_rm(held.seq_id, -1, -1)
+            del self._sequences[held.seq_id]
+            held.is_closed = True
 
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
@@ -426,18 +485,27 @@ def save_llama_file(
         write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
 
 
-def remember_sequences(sequences: dict[int, Sequence], free_ids: list[int]) -> Undo:
-    """Return what puts a context's sequences back as they are now."""
-    kept, kept_ids = dict(sequences), list(free_ids)
-    undos = [sequence.remember() for sequence in kept.values()]
+def remember_ids(sequences: dict[int, HeldSequence]) -> Undo:
+    """Return what makes a context's sequences those that it has now."""
+    kept = dict(sequences)
 
     def undo() -> None:
-        made = [s for seq_id, s in sequences.items() if kept.get(seq_id) is not s]
         sequences.clear()
-        for sequence in made:
-            sequence.close()  # the context no longer has it, so no cell is touched
         sequences.update(kept)
-        free_ids[:] = kept_ids
+
+    return undo
+
+
+def remember_sequences(sequences: dict[int, HeldSequence]) -> Undo:
+    """Return what puts a context's sequences back as they are now."""
+    put_back = remember_ids(sequences)
+    kept = list(sequences.values())
+    undos = [held.remember() for held in kept]
+
+    def undo() -> None:
+        for held in sequences.values():
+            held.is_closed = held not in kept or held.is_closed
+        put_back()
         for restore in undos:
             restore()
 
@@ -483,6 +551,9 @@ class Timings:
     decode_seconds: float = 0.0
     n_decodes: int = 0
     graph_seconds: float = 0.0
+
+    def __reduce__(self) -> tuple[type[Timings], tuple[object, ...]]:
+        return Timings, astuple(self)
 
     def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
         """Count one call of decode."""

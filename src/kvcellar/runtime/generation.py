@@ -1,5 +1,8 @@
 """The loop that turns logits into text: sample, detokenise, look for a stop, go on.
 
+A step is one call for other threads. It samples from the text as it is then, so a text may be
+edited while a stream runs on it.
+
 Invariants of :class:`StopMatcher`, however the text is cut into parts:
 
 1. What was returned, joined, is the text before the first place where a stop string begins; the
@@ -9,11 +12,14 @@ Invariants of :class:`StopMatcher`, however the text is cut into parts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import gc
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import fields, replace
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from weakref import ReferenceType, ref
 
-from kvcellar.errors import OptionError, check_range
+from kvcellar.errors import OptionError, SequenceBusy, TokenizerError, check_range, shown
 from kvcellar.runtime.options import ContextShift
 from kvcellar.text.sampler import Sampler, SamplerOptions
 
@@ -32,7 +38,8 @@ FinishReason = Literal["length", "stop_token", "stop_string"]
 class Generation:
     """One run of text generated onto a sequence; iterate it once.
 
-    Options are checked when it is made, before anything is computed.
+    Options, and whether the model has text at all, are checked when it is made, before anything is
+    computed.
     """
 
     def __init__(
@@ -51,17 +58,23 @@ class Generation:
         self._matcher = StopMatcher([stop] if isinstance(stop, str) else stop)
         self._shift = _checked("shift", shift, ContextShift)
         self._profile = sequence.context.profile
-        self._sample = self._timed("sampling", Sampler(merge_options(options, sampling)).sample)
+        chosen = merge_options(options, sampling)
+        self._looks_back = chosen.has_penalties
+        self._sample = self._timed("sampling", Sampler(chosen).sample)
         self._tokenizer = sequence.context.model.tokenizer
-        self._history = sequence.tokens
+        if not self._tokenizer.has_text:
+            raise TokenizerError(
+                "this model has no tokenizer, so there is no text to generate; choose token ids: "
+                "token = kvcellar.text.sampler.Sampler(options).sample(sequence.logits), then "
+                "sequence.append([token])"
+            )
         sequence.finish_reason = None
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Generator[str, None, None]:
         """Yield the text, in pieces of whole characters."""
         detokenizer = self._tokenizer.detokenizer(continuing=True)
-        detokenize = self._timed("detokenising", detokenizer.push)
-        for token in self._tokens():
-            text, stopped = self._matcher.push(detokenize(token))
+        for piece in self._pieces(self._timed("detokenising", detokenizer.push)):
+            text, stopped = self._matcher.push(piece)
             if text:
                 yield text
             if stopped:
@@ -74,24 +87,64 @@ class Generation:
         if rest:
             yield rest
 
-    def _tokens(self) -> Iterator[int]:
-        sequence, stops = self._sequence, self._tokenizer.stop_ids
+    def _pieces(self, detokenize: Callable[[int], str]) -> Iterator[str]:
+        """Yield what each new token adds to the text, which may be nothing yet."""
         n_generated = 0
         while self._limit is None or n_generated < self._limit:
-            if self._shift is not None:
-                sequence.make_room(self._shift)
-            token = self._sample(sequence.logits, self._history)
-            if token in stops:
-                sequence.finish_reason = "stop_token"
+            with self._sequence.turn:
+                piece = self._step(detokenize)
+            if piece is None:
+                self._sequence.finish_reason = "stop_token"
                 return
-            sequence.push(token)
-            self._history.append(token)
             n_generated += 1
-            yield token
-        sequence.finish_reason = "length"
+            yield piece
+        self._sequence.finish_reason = "length"
+
+    def _step(self, detokenize: Callable[[int], str]) -> str | None:
+        """Sample a token and add it to the sequence, unless it is one to stop at (None)."""
+        sequence = self._sequence
+        if self._shift is not None:
+            sequence.make_room(self._shift)
+        token = self._sample(sequence.logits, sequence.tokens if self._looks_back else ())
+        if token in self._tokenizer.stop_ids:
+            return None
+        piece = detokenize(token)  # a token that the vocabulary lacks is not added
+        sequence.push(token)
+        return piece
 
     def _timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
         return function if self._profile is None else self._profile.timed(part, function)
+
+
+class StreamSlot:
+    """Which stream runs on a sequence, without keeping it alive.
+
+    A stream runs from when it is made until it is exhausted, closed, ended by an error or dropped.
+    """
+
+    def __init__(self) -> None:
+        self._stream: ReferenceType[Generator[str, None, None]] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a stream runs."""
+        stream = None if self._stream is None else self._stream()
+        return stream is not None and getgeneratorstate(stream) != GEN_CLOSED
+
+    def require_free(self, seq_id: int) -> None:
+        """Raise SequenceBusy if a stream runs that something can still reach."""
+        if self.is_taken:
+            gc.collect()  # it may have been dropped within a circle of references
+        if self.is_taken:
+            raise SequenceBusy(
+                f"a stream runs on sequence {seq_id}: exhaust it or close() it first, "
+                "or stream from a fork()"
+            )
+
+    def take(self, stream: Generator[str, None, None]) -> Iterator[str]:
+        """Let a stream be the one that runs; return it."""
+        self._stream = ref(stream)
+        return stream
 
 
 class StopMatcher:
@@ -111,7 +164,7 @@ class StopMatcher:
         if isinstance(stops, str):
             raise OptionError(f"stop must be a list of strings, found the string {stops!r}")
         if not isinstance(stops, Iterable):
-            raise OptionError(f"stop must be a string or a list of strings, found {stops!r}")
+            raise OptionError(f"stop must be a string or a list of strings, found {shown(stops)}")
         self._stops = [_checked_stop(stop) for stop in stops]
         self._held = ""
         self.stopped = False
@@ -143,7 +196,7 @@ class StopMatcher:
 
 def _checked_stop(stop: object) -> str:
     if not isinstance(stop, str) or not stop:
-        raise OptionError(f"a stop string must be a non-empty str, found {stop!r}")
+        raise OptionError(f"a stop string must be a non-empty str, found {shown(stop)}")
     return stop
 
 
@@ -174,4 +227,4 @@ def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> S
 def _checked(name: str, value: T | None, kind: type[T]) -> T | None:
     if value is None or isinstance(value, kind):
         return value
-    raise OptionError(f"{name} must be None or made by {kind.__name__}(...), found {value!r:.60}")
+    raise OptionError(f"{name} must be None or made by {kind.__name__}(...), found {shown(value)}")

@@ -12,10 +12,11 @@ from pathlib import Path
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.errors import SnapshotFileError
+from kvcellar.files import open_regular, why
 from kvcellar.runtime.saving import Ready
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.llama.from_content import Target, from_content
-from kvcellar.snapshot.llama.layout import MAGIC
+from kvcellar.snapshot.llama.layout import MAGIC, LlamaFile
 from kvcellar.snapshot.llama.reader import read_llama_file
 from kvcellar.snapshot.llama.to_content import to_content
 from kvcellar.snapshot.llama.writer import file_pieces
@@ -26,10 +27,29 @@ from kvcellar.types import MemorySpec
 def is_llama_file(path: str | Path) -> bool:
     """Whether a file begins as llama.cpp's state files do; False if it cannot be read."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             return int.from_bytes(file.read(4), "little") in MAGIC.values()
     except OSError:
         return False
+
+
+def read_file(path: str | Path, spec: MemorySpec) -> LlamaFile:
+    """Read what llama.cpp saved, as it is in the file.
+
+    Raises:
+        SnapshotFileError: the file is missing, truncated, damaged, or no such file; it names it.
+        SnapshotMismatch: it is of another model, of other K/V types, or holds too little.
+        NotSupported: llama.cpp and we do not keep the same of this model.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise SnapshotFileError(f"cannot read {path}: {why(error)}") from error
+    try:
+        return read_llama_file(data, spec)
+    except SnapshotFileError as error:
+        raise SnapshotFileError(f"{path}: {error}") from error
 
 
 def read_state(path: str | Path, spec: MemorySpec, arch: str, n_vocab: int) -> Ready:
@@ -43,11 +63,7 @@ def read_state(path: str | Path, spec: MemorySpec, arch: str, n_vocab: int) -> R
         SnapshotMismatch: it is of another model, of other K/V types, or holds too little.
         NotSupported: llama.cpp and we do not keep the same of this model.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise SnapshotFileError(f"{path}: {error.strerror or error}") from error
-    content = to_content(read_llama_file(data, spec), spec, arch, n_vocab).content
+    content = to_content(read_file(path, spec), spec, arch, n_vocab).content
     check_content(content, spec.stores)
     return Ready(content, (SavedText(),) * content.n_seqs)
 

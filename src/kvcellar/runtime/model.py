@@ -11,14 +11,15 @@ from typing import Any
 from weakref import WeakSet
 
 from kvcellar.backends.base import ModelFile, OpenMemory
-from kvcellar.errors import ClosedError, OptionError
+from kvcellar.errors import ClosedError, ModelFileError, OptionError, not_copied
+from kvcellar.files import FileStamp
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
-from kvcellar.runtime.weights_hash import file_stamp, weights_hash
+from kvcellar.runtime.weights_hash import weights_hash
 from kvcellar.text.chat_template import ChatTemplate
-from kvcellar.text.tokenizer import Tokenizer
+from kvcellar.text.tokenizer import Tokenizer, check_pre
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
@@ -33,6 +34,9 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
 
+    While the model is open, do not write to its file or make it shorter: what is mapped changes
+    with it, and reading what is gone ends the process (SIGBUS). Replace it by renaming another.
+
     Memory is given back by :meth:`close`, at the end of a ``with`` block, or some time after the
     last reference is gone, when Python looks for garbage; that holds for contexts too.
 
@@ -40,6 +44,8 @@ class Model:
         path: a GGUF file.
         n_threads: how many threads compute; all available processors when None.
         backend: "ggml", or "numpy", which is slow and obvious and needs ``kvcellar[numpy]``.
+        pre: the pre-tokenizer, in place of the one that the file names; for files that name one
+            which is not known, or none, or a wrong one.
 
     Attributes:
         backend: the backend's name.
@@ -48,13 +54,24 @@ class Model:
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
         UnsupportedModel: it needs an architecture, tensor type or setting that is not supported.
         LibraryError: the backend's library cannot be used.
-        OptionError: ``n_threads`` is outside its range, or no such backend.
+        OptionError: ``n_threads`` is outside its range, or no such backend or pre-tokenizer.
     """
 
+    __reduce_ex__ = not_copied(
+        "a Model", "open its path again with Model.from_gguf(); the file is mapped once"
+    )
+
     def __init__(
-        self, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+        self,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        backend: str = "ggml",
+        pre: str | None = None,
     ) -> None:
-        self._stamp = file_stamp(path)
+        if pre is not None:
+            check_pre(pre)
+        self._pre = pre
         self._file = open_model_file(path, backend, n_threads)
         self.path = self._file.path
         self.metadata: Mapping[str, object] = self._file.metadata
@@ -70,10 +87,15 @@ class Model:
 
     @classmethod
     def from_gguf(
-        cls, path: str | Path, *, n_threads: int | None = None, backend: str = "ggml"
+        cls,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        backend: str = "ggml",
+        pre: str | None = None,
     ) -> Model:
         """Load a GGUF file; see the class for arguments and errors."""
-        return cls(path, n_threads=n_threads, backend=backend)
+        return cls(path, n_threads=n_threads, backend=backend, pre=pre)
 
     @property
     def spec(self) -> ModelSpec:
@@ -86,8 +108,10 @@ class Model:
 
         Raises:
             TokenizerError: its vocabulary cannot be built.
+            UnsupportedModel: an unknown kind of vocabulary or pre-tokenizer.
+            OptionError: ``pre`` was given for a kind of vocabulary that has no pre-tokenizer.
         """
-        return Tokenizer.from_metadata(self.metadata)
+        return Tokenizer.from_metadata(self.metadata, pre=self._pre)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -118,8 +142,10 @@ class Model:
         Raises:
             OptionError: an argument outside its range, or a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
+            ModelFileError: the model's file was truncated since it was opened.
         """
         self._check_open()
+        self._check_whole()
         options = ContextOptions(
             n_ctx,
             n_seq_max,
@@ -143,15 +169,19 @@ class Model:
 
     @cached_property
     def weights_hash(self) -> str:
-        """A hash of all that is computed with; of a new file, all of it is read once.
+        """A hash of all that is computed with, by which snapshots and stores know the model.
 
-        See :mod:`kvcellar.runtime.weights_hash` for what counts and where it is kept.
+        Of a new file all is read once; then the hash is kept in the user's cache folder, and read
+        from there once samples of the file confirm it. Nothing is written beside the model. See
+        :mod:`kvcellar.runtime.weights_hash`.
 
         Raises:
             ClosedError: the model is closed, and it was not computed before.
+            ModelFileError: the file was truncated since it was opened.
         """
         self._check_open()
-        return weights_hash(self._file, self._stamp)
+        self._check_whole()
+        return weights_hash(self._file)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
         """Convert rows of K or V ``[n, row_bytes]`` to another format, for snapshots."""
@@ -190,6 +220,16 @@ class Model:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the model {self.path.name} is closed")
+
+    def _check_whole(self) -> None:
+        """Refuse a file that was truncated, as far as that shows: reading on ends the process."""
+        was, now = self._file.stamp, FileStamp.at(self.path)
+        is_same = now is not None and (now.device, now.inode) == (was.device, was.inode)
+        if now is not None and is_same and now.n_bytes < was.n_bytes:
+            raise ModelFileError(
+                f"{self.path} was truncated from {was.n_bytes} to {now.n_bytes} bytes while it was "
+                "open: load it again, and replace files in use by renaming"
+            )
 
     def __repr__(self) -> str:
         spec = self.spec

@@ -13,7 +13,14 @@ import numpy as np
 
 from kvcellar.cache.recurrent import state_rows
 from kvcellar.cache.sliding import sliding_size
-from kvcellar.errors import OptionError, check_range
+from kvcellar.errors import (
+    OptionError,
+    check_bool,
+    check_callable,
+    check_kind,
+    check_range,
+    check_real,
+)
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.types import (
     MAX_POSITION,
@@ -37,7 +44,7 @@ WhyNot: TypeAlias = Callable[[CacheSpec], str | None]
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """What :meth:`Model.context` takes, under llama.cpp's names.
+    """What :meth:`Model.context` takes, under llama.cpp's names; checked when they are made.
 
     Attributes:
         n_ctx: cells of the cache, shared by all sequences; None: what the model was trained for,
@@ -61,6 +68,9 @@ class ContextOptions:
             edit before them means decoding the whole text again.
         checkpoint_bytes: what those may take, states and each group of windows by itself; 0: there
             are none; None: 256 MiB.
+
+    Raises:
+        OptionError: one is outside its range; the message names it.
     """
 
     n_ctx: int | None = None
@@ -75,16 +85,33 @@ class ContextOptions:
     checkpoints: int = 32
     checkpoint_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        self._set("n_ctx", _range, 1, MAX_CELLS)
+        self._set("n_seq_max", check_range, 1, MAX_SEQ)
+        self._set("n_ubatch", check_range, 1, MAX_CELLS)
+        self._set("flash_attn", _bool)
+        self._set("kernel", _bool)
+        self._set("defrag_threshold", _threshold)
+        self._set("swa_full", check_bool)
+        self._set("checkpoints", check_range, 0, MAX_CHECKPOINTS)
+        self._set("checkpoint_bytes", _range, 0, 2**62)
+        for name in ("type_k", "type_v"):
+            object.__setattr__(self, name, KVType.parse(getattr(self, name)))
+
+    def _set(self, name: str, check: Callable[..., object], *limits: int) -> None:
+        """Set an option to the plain value of what was given."""
+        object.__setattr__(self, name, check(name, getattr(self, name), *limits))
+
     def memory_spec(self, model: ModelSpec, why_no_kernel: WhyNot) -> MemorySpec:
         """Return the shape of the memory that these options ask for.
 
         The widest group always has ``n_ctx`` cells, so that the cache has the whole text.
 
         Raises:
-            OptionError: one is outside its range; the message names it.
+            OptionError: the kernel is asked for and cannot run.
         """
-        n_ctx, n_seq_max = self.n_cells(model), check_range("n_seq_max", self.n_seq_max, 1, MAX_SEQ)
-        check_range("n_ubatch", self.n_ubatch, 1, MAX_CELLS)
+        check_callable("why_no_kernel", why_no_kernel)
+        n_ctx, n_seq_max = self.n_cells(model), self.n_seq_max
         n_kept, n_bytes = self.checkpoint_budget
         layers, states, places = group_layers(model.layers)
         shape = CacheSpec(
@@ -105,17 +132,14 @@ class ContextOptions:
 
     def n_cells(self, model: ModelSpec) -> int:
         """Return the number of tokens that the context is for."""
-        n_ctx = min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
-        return check_range("n_ctx", n_ctx, 1, MAX_CELLS)
+        check_kind("model", model, ModelSpec, made="model.spec")
+        return min(model.n_ctx_train, DEFAULT_CELLS) if self.n_ctx is None else self.n_ctx
 
     @property
     def checkpoint_budget(self) -> tuple[int, int]:
         """How many checkpoints each kind of memory may keep, and in how many bytes."""
         n_bytes = CHECKPOINT_BYTES if self.checkpoint_bytes is None else self.checkpoint_bytes
-        return (
-            check_range("checkpoints", self.checkpoints, 0, MAX_CHECKPOINTS),
-            check_range("checkpoint_bytes", n_bytes, 0, 2**62),
-        )
+        return self.checkpoints, n_bytes
 
     def use_kernel(self, groups: Sequence[CacheSpec], why_no_kernel: WhyNot) -> bool:
         """Return whether attention runs in our own kernel, in the groups where it can.
@@ -125,6 +149,9 @@ class ContextOptions:
         """
         if self.kernel is False:
             return False
+        check_callable("why_no_kernel", why_no_kernel)
+        for group in check_kind("groups", groups, list, tuple):
+            check_kind("groups", group, CacheSpec)
         reasons = [why_no_kernel(group) for group in groups] or ["no layer attends"]
         if self.kernel and any(reasons):
             raise OptionError(f"kernel=True: {next(filter(None, reasons))}")
@@ -149,15 +176,32 @@ class ContextOptions:
         return replace(group, size=sliding_size(*sizes))
 
 
+def _range(name: str, value: int | None, low: int, high: int) -> int | None:
+    return None if value is None else check_range(name, value, low, high)
+
+
+def _bool(name: str, value: bool | None) -> bool | None:
+    return None if value is None else check_bool(name, value)
+
+
+def _threshold(name: str, value: float | None) -> float | None:
+    if value is not None and (value := check_real(name, value, 0.0, 1.0)) == 1.0:
+        raise OptionError(f"{name}={value}: must be in [0, 1)")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How a snapshot is written.
+    """How a snapshot is written; checked when they are made.
 
     Attributes:
         type_k: store K as another type than the cache's, a GGUF name; None: as it is.
         type_v: the same for V.
         compress: with zstd, which needs ``kvcellar[zstd]``; loading becomes slower.
         checkpoints: whether older states and windows are saved as well, to go back to.
+
+    Raises:
+        OptionError: there is no such type, or something else than True or False.
     """
 
     type_k: str | KVType | None = None
@@ -165,32 +209,45 @@ class SaveOptions:
     compress: bool = False
     checkpoints: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("type_k", "type_v"):
+            if (kind := getattr(self, name)) is not None:
+                object.__setattr__(self, name, KVType.parse(kind))
+        for name in ("compress", "checkpoints"):
+            object.__setattr__(self, name, check_bool(name, getattr(self, name)))
+
     @property
     def types(self) -> tuple[KVType | None, KVType | None]:
-        """The types that are asked for.
-
-        Raises:
-            OptionError: there is no such type.
-        """
+        """The types that are asked for."""
         k, v = (None if t is None else KVType.parse(t) for t in (self.type_k, self.type_v))
         return k, v
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Which part of a snapshot is loaded, and where it goes.
+    """Which part of a snapshot is loaded, and where it goes; checked when they are made.
 
     Attributes:
         start: the first token, of the one sequence that there is.
         stop: the first one that is not loaded; None: all.
         positions: where the first token shall stand, K being rotated; None: where it stood.
         convert: whether K and V may be stored in other types than the cache's.
+
+    Raises:
+        OptionError: a number that no text can have, or something else than True or False.
     """
 
     start: int = 0
     stop: int | None = None
     positions: int | None = None
     convert: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", check_range("start", self.start, 0, MAX_POSITION))
+        object.__setattr__(self, "stop", _range("stop", self.stop, 0, MAX_POSITION))
+        where = _range("positions", self.positions, 0, MAX_POSITION - 1)
+        object.__setattr__(self, "positions", where)
+        object.__setattr__(self, "convert", check_bool("convert", self.convert))
 
 
 _ROOM = 4  # cells that llama.cpp's server never lets ``keep`` claim
@@ -213,9 +270,8 @@ class ContextShift:
     discard: int | None = None
 
     def __post_init__(self) -> None:
-        check_range("keep", self.keep, 0, MAX_POSITION)
-        if self.discard is not None:
-            check_range("discard", self.discard, 1, MAX_POSITION)
+        object.__setattr__(self, "keep", check_range("keep", self.keep, 0, MAX_POSITION))
+        object.__setattr__(self, "discard", _range("discard", self.discard, 1, MAX_POSITION))
 
     def clamped(self, n_tokens: int, n_ctx: int) -> tuple[int, int]:
         """Return which tokens are discarded, as a range; clamped as llama.cpp's server does.
@@ -223,6 +279,8 @@ class ContextShift:
         Raises:
             OptionError: there are fewer than two tokens.
         """
+        check_range("n_tokens", n_tokens, 0, MAX_POSITION)
+        check_range("n_ctx", n_ctx, 0, MAX_POSITION)
         if n_tokens < 2:
             raise OptionError(f"a context shift needs 2 tokens in the cache, there is {n_tokens}")
         keep = max(0, min(self.keep, n_ctx - _ROOM, n_tokens - 2))
@@ -236,6 +294,7 @@ class ContextShift:
         Raises:
             OptionError: nothing could be discarded, or nothing would be left.
         """
+        check_kind("positions", positions, np.ndarray)
         n = len(positions)
         keep, stop = self.clamped(n, n_ctx)
         cuts = np.append(np.flatnonzero(np.diff(positions, prepend=-1)), n)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -129,6 +129,9 @@ class StepTimes:
     whole_seconds: float = 0.0
     n_whole: int = 0
     pairs: list[Pair] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple[type[StepTimes], tuple[object, ...]]:
+        return StepTimes, tuple(getattr(self, each.name) for each in fields(self))
 
     @property
     def compared(self) -> Pair | None:

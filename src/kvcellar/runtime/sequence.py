@@ -5,32 +5,50 @@ A sequence is its cells, which the cache has under ``seq_id``, and what is known
 those that were sampled last, and those that an edit took back further than it had to. They are
 computed together with what comes next.
 
-Threads that share a context take turns: one call at a time, on whichever of its sequences.
+Threads that share a context take turns: one call at a time, on whichever of its sequences. A call
+happens as a whole or not at all, also when an exception comes from outside (Ctrl-C); each token of
+a generation is a call. What a sequence holds that nobody refers to any more is freed when its id or
+its cells are wanted.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from weakref import ReferenceType, ref
 
 from kvcellar.batch import Batch
-from kvcellar.cache.base import Undo
-from kvcellar.errors import BatchError, ClosedError, NotSupported, OptionError, check_range
+from kvcellar.cache.changes import Undo
+from kvcellar.errors import (
+    BatchError,
+    ClosedError,
+    NotSupported,
+    OptionError,
+    check_choice,
+    check_integers,
+    check_kind,
+    check_path,
+    check_range,
+    check_text,
+    not_copied,
+    shown,
+)
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
-from kvcellar.runtime.generation import FinishReason, Generation
+from kvcellar.runtime.generation import FinishReason, Generation, StreamSlot
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
 from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.text.sampler import SamplerOptions
-from kvcellar.types import Float32Array, Int32Array, KVType
+from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
+    from kvcellar.runtime.model import Model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,9 +61,58 @@ def synchronized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.turn:
+            self.context.cache.changes.settle()
             return method(self, *args, **kwargs)
 
     return alone
+
+
+def changing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Do the same, and make the method happen as a whole or not at all."""
+
+    @wraps(method)
+    def whole(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def noted() -> R:
+            self.context.cache.changes.remember(self.held.remember())
+            return method(self, *args, **kwargs)
+
+        with self.turn:
+            return self.context.change(noted)
+
+    return whole
+
+
+class HeldSequence:
+    """What a context holds of a sequence beside its cells, for as long as it has its id.
+
+    Attributes:
+        seq_id: its id.
+        state: its text.
+        is_closed: whether its id has been given back.
+        handle: the sequence by which users reach it; None, or dead: nobody does.
+    """
+
+    __slots__ = ("handle", "is_closed", "seq_id", "state")
+
+    def __init__(self, seq_id: int) -> None:
+        self.seq_id = seq_id
+        self.state = TextState()
+        self.is_closed = False
+        self.handle: ReferenceType[Sequence] | None = None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether anybody refers to the sequence."""
+        return self.handle is not None and self.handle() is not None
+
+    def remember(self) -> Undo:
+        """Return what puts it back as it is now, except for its cells."""
+        state, is_closed = self.state, self.is_closed
+
+        def undo() -> None:
+            self.state, self.is_closed = state, is_closed
+
+        return undo
 
 
 class Sequence:
@@ -55,16 +122,28 @@ class Sequence:
         context: where its cells are.
         seq_id: its id for llama.cpp's verbs on ``context.cache``.
         turn: holds off other threads.
+        held: what the context holds of it.
         finish_reason: why the last generation ended, None before and while it runs.
     """
 
-    def __init__(self, context: Context, seq_id: int) -> None:
+    __reduce_ex__ = not_copied("a Sequence", "use fork(), or save() and Context.load()")
+    finish_reason: FinishReason | None = None
+
+    def __init__(self, context: Context, held: HeldSequence) -> None:
         self.context = context
-        self.seq_id = seq_id
+        self.seq_id = held.seq_id
         self.turn = context.exclusive()
-        self.finish_reason: FinishReason | None = None
-        self._state = TextState()
-        self._closed = False
+        self.held = held
+        self._streaming = StreamSlot()
+        held.handle = ref(self)
+
+    @property
+    def _state(self) -> TextState:
+        return self.held.state
+
+    @_state.setter
+    def _state(self, state: TextState) -> None:
+        self.held.state = state
 
     # -- what it holds
 
@@ -106,13 +185,8 @@ class Sequence:
         if not self._state.pending.tokens:
             if (logits := self._known_logits()) is not None:
                 return logits
-            text = self._fetch()
-            if not text.tokens:
-                raise OptionError("the sequence is empty: append a prompt first")
             # After an edit the last token's logits are gone: take it out and compute it again.
-            last = PendingTokens(text.tokens[-1:], text.positions[-1:].tolist())
-            state = text.go_back(len(text.tokens) - 1)
-            self._state = state._replace(pending=last.prepended(state.pending))
+            self._take_out_last()
         return self._compute(self._state.pending)
 
     @property
@@ -134,11 +208,11 @@ class Sequence:
 
     @stored_as.setter
     def stored_as(self, name: str) -> None:
+        check_text("stored_as", name)
         self._state = self._state._replace(stored_as=name)
 
     # -- computing
 
-    @synchronized
     def append(self, prompt: str | Iterable[int]) -> Sequence:
         """Append text or token ids and compute them; return the sequence itself.
 
@@ -149,14 +223,20 @@ class Sequence:
             BatchError: nothing to add, or a token id outside the vocabulary.
             CacheFull: not enough free cells; nothing has changed.
         """
-        self._check_open()
-        self._compute(self._state.pending.appended(self.to_ids(prompt)))
+        with self.turn:
+            self._check_open()
+            self._compute(self._state.pending.appended(self.to_ids(prompt)))
         return self
 
     @synchronized
     def push(self, token: int) -> None:
-        """Append one token as pending, not computed yet."""
+        """Append one token as pending, not computed yet.
+
+        Raises:
+            OptionError: it is no token of the vocabulary.
+        """
         self._check_open()
+        token = check_range("token", token, 0, self.context.model.spec.n_vocab - 1)
         self._state = self._state._replace(pending=self._state.pending.appended([token]))
 
     @synchronized
@@ -166,7 +246,7 @@ class Sequence:
         if self._state.pending.tokens:
             self._compute(self._state.pending)
 
-    @synchronized
+    @changing
     def fork(self) -> Sequence:
         """Make a new sequence that shares every cell with this one; no byte is copied.
 
@@ -175,11 +255,7 @@ class Sequence:
         """
         self._check_open()
         child = self.context.sequence()
-        try:
-            self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
-        except BaseException:
-            child.close()
-            raise
+        self.context.cache.seq_cp(self.seq_id, child.seq_id, -1, -1)
         child._state = self._state  # noqa: SLF001  (of the same class)
         return child
 
@@ -211,6 +287,10 @@ class Sequence:
         (cut from the text, its tokens stay), or after ``max_tokens``; ``finish_reason`` says
         which. Every token yielded is part of the sequence, also when the caller stops early.
 
+        One stream runs on a sequence at a time, until it is exhausted, closed, dropped, or ended by
+        an error. Meanwhile the sequence may be edited, and forked: the next token is sampled from
+        the text as it is by then.
+
         Args:
             max_tokens: the most tokens to generate; None: until a stop or a full cache.
             stop: one or several strings to stop at.
@@ -221,14 +301,19 @@ class Sequence:
 
         Raises:
             OptionError: an argument outside its range, or an empty sequence.
+            TokenizerError: the model has no tokenizer; nothing was sampled.
+            SequenceBusy: another stream runs on this sequence.
             CacheFull: no cell for the next token; what was generated stays in the sequence.
         """
-        self._check_open()
-        return iter(Generation(self, max_tokens, stop, shift, options, sampling))
+        with self.turn:
+            self._check_open()
+            self._streaming.require_free(self.seq_id)
+            generation = Generation(self, max_tokens, stop, shift, options, sampling)
+            return self._streaming.take(iter(generation))
 
     # -- edits
 
-    @synchronized
+    @changing
     def trim(self: S, n_tokens: int) -> S:
         """Drop the last ``n_tokens`` tokens; return the sequence itself.
 
@@ -241,7 +326,7 @@ class Sequence:
             self._state = text.keep(size - n_tokens)
         return self
 
-    @synchronized
+    @changing
     def remove(self: S, start: int, stop: int, *, gap: Gap = "close") -> S:
         """Remove tokens ``[start, stop)``, counted as in ``tokens``; return the sequence itself.
 
@@ -261,8 +346,7 @@ class Sequence:
         text = self._fetch()
         stop = check_range("stop", stop, 0, len(text))
         start = check_range("start", start, 0, stop)
-        if gap not in ("close", "keep"):
-            raise OptionError(f"gap={gap!r}: one of 'close', 'keep'")
+        check_choice("gap", gap, ("close", "keep"))
         if gap == "keep" and start < stop < len(text) and text.cache.has_states:
             raise NotSupported(
                 'remove(…, gap="keep"): positions of a recurrent sequence follow on from each '
@@ -271,7 +355,7 @@ class Sequence:
         self._state = text.remove(start, stop, gap)
         return self
 
-    @synchronized
+    @changing
     def shift_context(self, keep: int = 0, discard: int | None = None) -> int:
         """Discard tokens behind the first ``keep`` and move the rest up; return how many.
 
@@ -287,14 +371,17 @@ class Sequence:
         self._state = text.remove(start, stop, "close")
         return stop - start
 
-    @synchronized
+    @changing
     def make_room(self, shift: ContextShift) -> None:
         """Shift the context until pending tokens fit, as :meth:`stream` does with ``shift``.
 
         Raises:
             CacheFull: a shift would free no cell, because others share them.
         """
+        check_kind("shift", shift, ContextShift)
         cache, seq_id = self.context.cache, self.seq_id
+        if len(self._state.pending) > cache.n_free():
+            self.context.reclaim()
         n_max = min(cache.spec.size, self.context.model.spec.n_ctx_train)
         pending = self._state.pending
         while len(pending) > cache.n_free() or pending.end(cache.seq_pos_max(seq_id) + 1) > n_max:
@@ -304,7 +391,7 @@ class Sequence:
             self._state = text.remove(*span, "close")
             pending = self._state.pending
 
-    @synchronized
+    @changing
     def self_extend(self: S, group: int, width: int) -> S:
         """Share positions among tokens, so that more text fits what the model was trained for.
 
@@ -353,7 +440,7 @@ class Sequence:
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
-        options = SaveOptions(type_k, type_v, compress, checkpoints)
+        options, path = SaveOptions(type_k, type_v, compress, checkpoints), check_path("path", path)
         size = len(self)
         stop = size if stop is None else check_range("stop", stop, 0, size)
         start = check_range("start", start, 0, stop)
@@ -364,7 +451,7 @@ class Sequence:
         else:
             text = self.saved_text()
             snapshot = take_part(facts, self.seq_id, text, self.positions, start, stop, options)
-        return write_snapshot(path, snapshot, compress=compress)
+        return write_snapshot(path, snapshot, compress=options.compress)
 
     @synchronized
     def load(
@@ -384,23 +471,25 @@ class Sequence:
         without what stands before.
         """
         self._check_open()
+        options, path = LoadOptions(start, stop, positions, convert), check_path("path", path)
         if is_llama_file(path):
             raise OptionError(f"{path} is a file of llama.cpp: load it with Context.load")
-        options = LoadOptions(start, stop, positions, convert)
         snapshot = read_wanted(lambda: self.context.facts, path, options, single=True)
         self.context.put(prepare(self.context.facts, snapshot, options), [self])
         return self
 
     def close(self) -> None:
         """Free the cells that no other sequence shares; closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self.context.release(self)
+        with self.turn:
+            if self.context.is_closed:
+                self.held.is_closed = True
+            elif not self.held.is_closed:
+                self._close()
 
     @property
     def is_closed(self) -> bool:
         """Whether the sequence was closed."""
-        return self._closed
+        return self.held.is_closed
 
     def __enter__(self) -> Sequence:
         return self
@@ -409,7 +498,7 @@ class Sequence:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self)} tokens"
+        state = "closed" if self.held.is_closed else f"{len(self)} tokens"
         return f"<Sequence {self.seq_id}: {state}>"
 
     # -- former names, for one release
@@ -440,12 +529,8 @@ class Sequence:
 
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
         """Return the token ids that :meth:`append` would append."""
-        if isinstance(prompt, str):
-            is_first = len(self) == 0
-            return self.context.model.tokenizer.encode(prompt, add_special=is_first)
-        if not isinstance(prompt, Iterable):
-            raise BatchError(f"prompt {prompt!r}: give text, or a list of token ids")
-        return list(prompt)
+        last = self.tokens[-1:] if isinstance(prompt, str) else []
+        return prompt_ids(self.context.model, prompt, last)
 
     @synchronized
     def saved_text(self) -> SavedText:
@@ -461,6 +546,8 @@ class Sequence:
 
     def adopt(self, saved: SavedText, n_before: int) -> None:
         """Take over what was saved, now that the cache has it behind ``n_before`` tokens."""
+        check_kind("saved", saved, SavedText)
+        check_range("n_before", n_before, 0, MAX_POSITION)
         cache, seq_id, state = self.context.cache, self.seq_id, self._state
         if saved.self_extended:
             before = state.in_order(cache.seq_tokens(seq_id).tolist())[:n_before]
@@ -478,32 +565,37 @@ class Sequence:
                 state = state.inexact(saved.inexact_from)
         self._state = state
 
-    def remember(self) -> Undo:
-        """Return what puts the sequence back as it is now, except for its cells."""
-        return partial(vars(self).update, dict(vars(self)))
-
     # -- steps
 
     def _fetch(self) -> CachedText:
         self._check_open()
         return CachedText(self.context.cache, self.seq_id, self._state)
 
+    @changing
+    def _close(self) -> None:
+        self.context.release(self.held)
+
+    @changing
+    def _take_out_last(self) -> None:
+        """Make the last token pending."""
+        text = self._fetch()
+        if not text.tokens:
+            raise OptionError("the sequence is empty: append a prompt first")
+        last = PendingTokens(text.tokens[-1:], text.positions[-1:].tolist())
+        state = text.go_back(len(text.tokens) - 1)
+        self._state = state._replace(pending=last.prepended(state.pending))
+
+    @changing
     def _compute(self, pending: PendingTokens) -> Float32Array:
         """Decode pending tokens; return the logits behind them."""
-        cache, seq_id, before = self.context.cache, self.seq_id, self._state
+        cache, seq_id = self.context.cache, self.seq_id
         end = cache.seq_pos_max(seq_id) + 1
         positions = pending.positions(end) if pending.places else None
-        self._state = before._replace(pending=PendingTokens(), logits=None)
-        try:
-            batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
-            logits: Float32Array = self.context.decode(batch)[-1]
-            logits_end = cache.seq_pos_max(seq_id) + 1
-            self._state = self._state._replace(logits=logits, logits_end=logits_end)
-        except BaseException:
-            # Ctrl-C may come after the cells were filled: a token must not be pending as well.
-            if cache.seq_pos_max(seq_id) + 1 == end:
-                self._state = before
-            raise
+        batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
+        logits: Float32Array = self.context.decode(batch)[-1]
+        self._state = self._state._replace(
+            pending=PendingTokens(), logits=logits, logits_end=cache.seq_pos_max(seq_id) + 1
+        )
         return logits
 
     def _known_logits(self) -> Float32Array | None:
@@ -517,8 +609,30 @@ class Sequence:
         return None
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.held.is_closed:
             raise ClosedError(f"sequence {self.seq_id} is closed")
+
+
+def prompt_ids(
+    model: Model, prompt: str | Iterable[int], before: Collection[int] = ()
+) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Args:
+        model: whose.
+        prompt: text, or ids.
+        before: the last token that it follows. None: text gets what begins one.
+
+    Raises:
+        BatchError: it is neither text nor a flat list of integers.
+    """
+    if isinstance(prompt, str):
+        tokenizer, last = model.tokenizer, list(before)
+        goes_on = tokenizer.ends_in_text(last)
+        return tokenizer.encode(prompt, add_special=not last, continuing=goes_on)
+    if not isinstance(prompt, Iterable):
+        raise BatchError(f"prompt {shown(prompt)}: give text, or a list of token ids")
+    return check_integers("prompt", prompt, BatchError)
 
 
 def _warn_renamed(former: str, name: str) -> None:

@@ -12,11 +12,13 @@ significance first: exponents are alike, mantissas are not.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import xxhash
@@ -25,6 +27,7 @@ from safetensors.numpy import save, save_file
 
 from kvcellar._version import __version__
 from kvcellar.errors import LibraryError, SnapshotFileError
+from kvcellar.files import open_regular, why
 from kvcellar.snapshot.atomic import replacing
 from kvcellar.snapshot.native import (
     VERSION,
@@ -48,6 +51,9 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "F16": np.float16,
     "F32": np.float32,
 }
+
+_OS_ERROR = re.compile(r"\(os error ([0-9]{1,9})\)")
+"""How safetensors quotes the number of an error of the system."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Declared]], None]
 """Raises unless arrays are what a description needs."""
@@ -102,6 +108,8 @@ def write_file(path: Path, packed: SnapshotArrays, *, compress: bool) -> int:
         try:
             save_file(arrays, beside, metadata)
         except SafetensorError as error:
+            if (number := _OS_ERROR.search(str(error))) is not None:
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise SnapshotFileError(f"cannot write {path}: {error}") from error
         return beside.stat().st_size
 
@@ -255,12 +263,23 @@ def _declared(name: str, dtype: str, shape: Sequence[int]) -> Declared:
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file for reading; errors name it."""
     try:
-        with safe_open(path, "numpy") as file:
+        with open_regular(path) as checked, safe_open(_again(checked, path), "numpy") as file:
             yield file
     except SnapshotFileError as error:
         raise SnapshotFileError(f"{path}: {error}") from error
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise SnapshotFileError(f"cannot read {path}: {why(error)}") from error
+    except SafetensorError as error:
         raise SnapshotFileError(f"cannot read {path}: {error}") from error
+
+
+def _again(file: BinaryIO, path: Path) -> Path:
+    """Return a path of an open file, for a library that opens files itself.
+
+    Where the system has such paths, it is that very file, whatever is at its path by now.
+    """
+    link = Path(f"/proc/self/fd/{file.fileno()}")
+    return link if os.access(link, os.R_OK) else path
 
 
 # -- compression

@@ -59,8 +59,14 @@ class Store(Protocol):
     """Values by key. Keys are 1 to 128 characters of ``[0-9a-z._-]``, the first no dot.
 
     Safe for threads, and for processes where a store outlives one. A get returns what was put, or
-    nothing: a damaged value counts as absent and is dropped.
+    nothing: a damaged value counts as absent and is dropped. A verb that is interrupted, by
+    whatever is raised in it, happened or did not; what it left half done is finished or taken back
+    when the same thread uses the store again.
     """
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Limit of the bytes of all values; None: there is none, or the store does not know it."""
 
     def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Store the pieces, joined, under a key. A value that is there stays, and is touched.
@@ -85,6 +91,13 @@ class Store(Protocol):
 
     def touch(self, key: str) -> bool:
         """Count a use of a value without reading it; False if there is none.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    def touch_all(self, keys: Sequence[str]) -> set[str]:
+        """Count a use of each value, in this order and in one step; return which are there.
 
         Raises:
             StoreError: the store cannot be read.

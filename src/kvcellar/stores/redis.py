@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import xxhash
 
-from kvcellar.errors import ClosedError, OptionError, StoreError
+from kvcellar.errors import OptionError, StoreError, not_copied
 from kvcellar.stores.base import (
     FIELDS,
     MAX_AGE_S,
@@ -39,10 +37,19 @@ from kvcellar.stores.base import (
     flat,
     keys_in,
 )
+from kvcellar.stores.redis_client import MOST_BYTES, RedisClient
 
 _TRACE_S = 30 * 24 * 3600
 _MAX_VALUE = 512 << 20
+_MAX_PIECES = 100_000
 _BATCH = 1000
+_LISTED = 200
+"""Notes that are read at once: of the largest, as many as an answer may hold."""
+
+_ROUNDS = 100_000
+"""How often a list is continued: a hundred million values, or a server that knows no end."""
+
+_ATTEMPTS = 3
 
 _PRELUDE = (
     f"local fields = {{{str(FIELDS)[1:-1]}}}"
@@ -134,9 +141,12 @@ class RedisStore:
         read_only: never write; a get then does not count as a use.
 
     Raises:
-        OptionError: an argument is out of range.
-        StoreError: the package redis is not installed, or the server cannot be reached.
+        OptionError: an argument is out of range, or the URL is none.
+        StoreError: the package redis is not installed, or no Redis server answers. Whatever
+            answers later, the error says so, within a time that is bounded.
     """
+
+    __reduce_ex__ = not_copied("an open store", "open its URL again: any number of processes may")
 
     def __init__(
         self,
@@ -150,6 +160,7 @@ class RedisStore:
         if ttl_s is not None and not 0.001 <= ttl_s <= MAX_AGE_S:
             raise OptionError(f"ttl_s {ttl_s}: give seconds, from 0.001 to {MAX_AGE_S}, or None")
         self.read_only = read_only
+        self.max_bytes = None
         self._prefix = prefix
         ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self._times = (ttl_ms, ttl_ms + _TRACE_S * 1000)
@@ -173,6 +184,7 @@ class RedisStore:
             ("HSET", head, *(item for pair in about.items() for item in pair)),
             self._script(_USE, key, *self._times),
             atomic=True,
+            shape=lambda answers: _flag(answers[2]),
         )
         return True
 
@@ -180,8 +192,14 @@ class RedisStore:
         """The value, checked; its time to live starts again."""
         look = self._script(_HAS if self.read_only else _USE, check_key(key), *self._times)
         fields = ("value", "digest", "n_bytes", "created", "generation", "n_pieces")
-        while True:
-            there, found = self._client.calls(look, ("HMGET", self._head(key), *fields))
+
+        def shape(answers: list[Any]) -> tuple[bool, list[bytes | None]]:
+            return _flag(answers[0]), _strings(answers[1], len(fields))
+
+        for _ in range(_ATTEMPTS):
+            there, found = self._client.calls(
+                look, ("HMGET", self._head(key), *fields), shape=shape, most=_MAX_VALUE + MOST_BYTES
+            )
             if not there:
                 return None
             value, digest, n_bytes, created, generation, n_pieces = found
@@ -192,44 +210,49 @@ class RedisStore:
             if self.read_only:
                 return None
             self._client.call(*self._script(_DROP, key, created or ""))
+        return None
 
     def has(self, key: str) -> bool:
         """Whether there is a value; its time to live goes on."""
-        return bool(self._client.call(*self._script(_HAS, check_key(key))))
+        return self._client.call(*self._script(_HAS, check_key(key)), shape=_flag)
 
     def touch(self, key: str) -> bool:
         """Start its time to live again."""
-        if self.read_only:
-            return self.has(key)
-        return bool(self._client.call(*self._script(_USE, check_key(key), *self._times)))
+        return key in self.touch_all([key])
+
+    def touch_all(self, keys: Sequence[str]) -> set[str]:
+        """Start their times to live again, all at once; return which are there."""
+        script, times = (_HAS, ()) if self.read_only else (_USE, self._times)
+        commands = [self._script(script, check_key(key), *times) for key in keys]
+        there = self._client.calls(*commands, shape=_flags) if commands else []
+        return {key for key, is_there in zip(keys, there, strict=True) if is_there}
 
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored; the rest is remembered for 30 days."""
         trace, head = f"{self._prefix}gone:{check_key(key)}", self._head(key)
-        deadline, there, now = self._client.calls(("GET", trace), ("EXISTS", head), ("TIME",))
-        if deadline is None or there:
-            return "never stored"
-        is_over = deadline != b"none" and float(deadline) <= now[0] + now[1] / 1e6
-        return "expired" if is_over else "evicted"
+        return self._client.calls(("GET", trace), ("EXISTS", head), ("TIME",), shape=_absence)
 
     def delete(self, key: str) -> bool:
         """Drop a value; False if there was none."""
         self._check_writable()
-        return bool(self._client.call(*self._script(_DELETE, check_key(key))))
+        return self._client.call(*self._script(_DELETE, check_key(key)), shape=_flag)
 
     def entries(self) -> Iterator[Entry]:
         """All values, least recently used first; some may be evicted meanwhile."""
         pattern, cursor, found = _escaped(self._head("")) + "*", 0, dict[str, Entry]()
-        while True:
-            cursor, heads = self._client.call("SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH)
+        for _ in range(_ROUNDS):
+            cursor, heads = self._client.call(
+                "SCAN", cursor, "MATCH", pattern, "COUNT", _BATCH, shape=_scanned
+            )
             found |= {entry.key: entry for entry in self._listed(heads) if entry is not None}
-            if int(cursor) == 0:
+            if cursor == 0:
                 return iter(sorted(found.values(), key=lambda entry: (entry.used, entry.key)))
+        raise StoreError(f"the store in Redis has more than {_ROUNDS * _BATCH} values, or no end")
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there; any of them if there are more."""
         name = f"{self._prefix}by:{field}:{check_key(key)}"
-        heads = self._client.call("SRANDMEMBER", name, most)
+        heads = self._client.call("SRANDMEMBER", name, most, shape=_names)[:most]
         entries = self._listed(heads)
         gone = [head for head, entry in zip(heads, entries, strict=True) if entry is None]
         if gone and not self.read_only:
@@ -247,18 +270,36 @@ class RedisStore:
 
     def _listed(self, heads: list[bytes]) -> list[Entry | None]:
         """What hashes say of their values; None for those that are gone."""
-        start = len(self._head("").encode())
-        fields = ("n_bytes", "created", "used", "note")
-        found = self._client.calls(*(("HMGET", head, *fields) for head in heads))
-        pairs = zip(heads, found, strict=True)
-        return [_entry(head[start:].decode(), *about) for head, about in pairs]
+        entries: list[Entry | None] = []
+        for i in range(0, len(heads), _LISTED):
+            some = heads[i : i + _LISTED]
+            found = self._client.calls(
+                *(("HMGET", head, *_LISTED_FIELDS) for head in some), shape=_abouts
+            )
+            entries += [self._entry(head, *about) for head, about in zip(some, found, strict=True)]
+        return entries
+
+    def _entry(self, head: bytes, *about: bytes | None) -> Entry | None:
+        """What a hash says of its value, None if it is gone or says nothing of one."""
+        n_bytes, created, used, note = (b"" if found is None else found for found in about)
+        try:
+            key = check_key(head.removeprefix(self._head("").encode()).decode())
+            said = decode_note(note.decode(errors="replace"))
+            return Entry(key, int(n_bytes), float(created), float(used), said)
+        except ValueError:
+            return None
 
     def _joined(self, key: str, generation: bytes, n_pieces: bytes) -> bytes | None:
         """A value that was written in pieces, None if one is gone."""
         stem = f"{self._prefix}piece:{key}:".encode() + generation
-        names = [stem + b":%d" % i for i in range(int(n_pieces) if n_pieces.isdigit() else 0)]
-        pieces = self._client.calls(*(("GET", name) for name in names))
-        return None if None in pieces else b"".join(pieces)
+        n = min(int(n_pieces), _MAX_PIECES) if re.fullmatch(rb"[0-9]{1,9}", n_pieces) else 0
+        pieces = self._client.calls(
+            *(("GET", stem + b":%d" % i) for i in range(n)),
+            shape=lambda answers: _strings(answers, n),
+            most=_MAX_VALUE + MOST_BYTES,
+        )
+        whole = [piece for piece in pieces if piece is not None]
+        return b"".join(whole) if len(whole) == n else None
 
     def _head(self, key: str) -> str:
         return f"{self._prefix}head:{key}"
@@ -275,15 +316,6 @@ class RedisStore:
             raise StoreError("the store in Redis was opened read-only: nothing can be changed")
 
 
-def _entry(key: str, *about: bytes | None) -> Entry | None:
-    n_bytes, created, used, note = (b"" if found is None else found for found in about)
-    try:
-        said = decode_note(note.decode(errors="replace"))
-        return Entry(key, int(n_bytes), float(created), float(used), said)
-    except ValueError:
-        return None
-
-
 def _digest(value: bytes) -> bytes:
     return xxhash.xxh3_128_hexdigest(value).encode()
 
@@ -293,142 +325,48 @@ def _escaped(text: str) -> str:
     return re.sub(r"([*?\[\]\\^-])", r"\\\1", text)
 
 
-_SCHEMES = ("redis", "rediss", "unix")
-_OPTIONS = (
-    "client_name",
-    "db",
-    "health_check_interval",
-    "max_connections",
-    "password",
-    "retry_on_timeout",
-    "socket_connect_timeout",
-    "socket_keepalive",
-    "socket_timeout",
-    "username",
-)
-_TLS_OPTIONS = (
-    "ssl_ca_certs",
-    "ssl_ca_path",
-    "ssl_cert_reqs",
-    "ssl_certfile",
-    "ssl_check_hostname",
-    "ssl_ciphers",
-    "ssl_keyfile",
-    "ssl_min_version",
-    "ssl_password",
-)
-"""Options of the package that may stand in a URL; others change what is read or written."""
-_CONNECT_S, _ANSWER_S = 5.0, 60.0
-_READ_BYTES = 1 << 20
+# -- what the server may answer
+
+_LISTED_FIELDS = ("n_bytes", "created", "used", "note")
 
 
-class RedisClient:
-    """Sends commands; safe for threads, which the package sees to.
-
-    Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``, as the package takes it; options that
-            change how answers are read are refused.
-
-    Raises:
-        OptionError: no such URL can be.
-        StoreError: the package is not installed, or the server does not answer.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._shown = without_secrets(url)
-        self._closed = False
-        self._errors, self._client = _connect(url, self._shown)
-        try:
-            self.call("PING")
-        except StoreError:
-            self.close()
-            raise
-        except (ValueError, TypeError) as error:  # options are looked at when it connects
-            self.close()
-            raise _unusable(self._shown, error) from None
-
-    def call(self, *command: Any) -> Any:  # whatever the server answers
-        """What the server answers to a command."""
-        self._check_open()
-        try:
-            return self._client.execute_command(*command)
-        except self._errors as error:
-            raise StoreError(f"the store at {self._shown}: {error}") from error
-
-    def calls(self, *commands: Sequence[Any], atomic: bool = False) -> list[Any]:
-        """What the server answers to commands that are sent together; atomic: all or none is done.
-
-        They are sent again if the answer is lost, so each must do no harm twice.
-        """
-        self._check_open()
-        try:
-            with self._client.pipeline(transaction=atomic) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                return list(pipeline.execute())
-        except self._errors as error:
-            raise StoreError(f"the store at {self._shown}: {error}") from error
-
-    def close(self) -> None:
-        """Close the connections; twice is fine."""
-        self._closed = True
-        self._client.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the store at {self._shown} was closed: open it again")
+def _flag(answer: Any) -> bool:
+    if answer not in (0, 1):
+        raise ValueError(f"{answer!r:.50} in place of 0 or 1")
+    return bool(answer)
 
 
-def without_secrets(url: str) -> str:
-    """A URL without names, passwords and options; nothing of one that is not escaped properly."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise OptionError("the URL of the store is none: redis://HOST:PORT/NUMBER is") from None
-    if parts.scheme not in _SCHEMES:
-        raise OptionError(f"scheme {parts.scheme!r} of the store: {', '.join(_SCHEMES)} are known")
-    if "@" in url.replace(parts.netloc, "", 1):
-        return f"{parts.scheme}://..."
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+def _flags(answers: list[Any]) -> list[bool]:
+    return [_flag(answer) for answer in answers]
 
 
-def _connect(url: str, shown: str) -> tuple[tuple[type[Exception], ...], Any]:
-    """The errors that the package raises, and its client; it connects when it is first used."""
-    try:
-        redis = import_module("redis")
-        retry = import_module("redis.retry").Retry(import_module("redis.backoff").NoBackoff(), 1)
-    except ImportError:
-        raise StoreError(
-            f'the store at {shown} needs the package redis: pip install "kvcellar[redis]"'
-        ) from None
-    _check_options(url, shown)
-    try:
-        client = redis.Redis.from_url(
-            url,
-            retry=retry,
-            retry_on_error=[redis.ConnectionError, redis.TimeoutError],
-            socket_connect_timeout=_CONNECT_S,
-            socket_timeout=_ANSWER_S,
-            socket_read_size=_READ_BYTES,
-        )
-    except (ValueError, TypeError) as error:
-        raise _unusable(shown, error) from None
-    return (redis.RedisError, OSError), client
+def _strings(answer: Any, n: int) -> list[bytes | None]:
+    if not isinstance(answer, list) or len(answer) != n:
+        raise ValueError(f"{answer!r:.50} in place of {n} values")
+    if not all(one is None or isinstance(one, bytes) for one in answer):
+        raise ValueError("numbers in place of values")
+    return answer
 
 
-def _check_options(url: str, shown: str) -> None:
-    """Refuse options that would change how values are read or written."""
-    parts = urlsplit(url)
-    known = _OPTIONS + (_TLS_OPTIONS if parts.scheme == "rediss" else ())
-    for name in parse_qs(parts.query):
-        if name not in known:
-            # Of a password that is not escaped, the end looks like an option.
-            named = "an option" if shown.endswith("://...") else f"option {name!r:.50}"
-            raise OptionError(
-                f"{named} in the URL of the store at {shown}: leave it out; "
-                f"{', '.join(known)} are possible"
-            )
+def _abouts(answers: list[Any]) -> list[list[bytes | None]]:
+    return [_strings(answer, len(_LISTED_FIELDS)) for answer in answers]
 
 
-def _unusable(shown: str, error: Exception) -> OptionError:
-    return OptionError(f"the URL of the store at {shown} cannot be used: {error}")
+def _names(answer: Any) -> list[bytes]:
+    if not isinstance(answer, (list, set)) or not all(isinstance(one, bytes) for one in answer):
+        raise ValueError(f"{answer!r:.50} in place of names")
+    return list(answer)
+
+
+def _scanned(answer: Any) -> tuple[int, list[bytes]]:
+    cursor, names = answer
+    return int(cursor), _names(names)
+
+
+def _absence(answers: list[Any]) -> Absence:
+    """Why a value is not there, by its trace, whether it is there, and the server's time."""
+    deadline, there, (seconds, micros) = answers
+    if deadline is None or _flag(there):
+        return "never stored"
+    is_over = deadline != b"none" and float(deadline) <= int(seconds) + int(micros) / 1e6
+    return "expired" if is_over else "evicted"

@@ -64,6 +64,7 @@ _ARRAYS = (
     np.array([1.5, 2.5], np.float32),
     np.array([], np.int32),
 )
+_UNKNOWN = ("blk.0.attn_q_norm.weight", "blk.0.ffn_up.lora_a", "zz\n", "\x1b[2J", "")
 VALUES: tuple[Any, ...] = (*_INTEGERS, *_FLOATS, *_OTHERS, *_ARRAYS)
 
 Mutate = Callable[[random.Random], bytes]
@@ -145,6 +146,8 @@ def bend_parts(rng: random.Random) -> bytes:
     if rng.random() < 0.2:
         factor = rng.choice((1.0, 0.0, -1.0, float("nan")))
         tensors["rope_freqs.weight"] = np.full(tiny.head_dim // 2, factor, np.float32)
+    if rng.random() < 0.1:
+        tensors[rng.choice(_UNKNOWN)] = np.ones(tiny.n_embd, np.float32)
     return gguf_bytes(metadata, tensors)
 
 

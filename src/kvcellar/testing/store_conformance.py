@@ -137,6 +137,22 @@ class StoreConformance:
         assert order(store) == []
         store.close()
 
+    def test_touching_several(self) -> None:
+        """In the order in which they are named; those that are not there are left out."""
+        store = self.open()
+        for key in "abcd":
+            store.put(key, [b"1"])
+        assert store.touch_all(["c", "x", "a"]) == {"a", "c"}
+        assert order(store) == ["b", "d", "c", "a"]
+        assert store.touch_all([]) == store.touch_all(["x"]) == set()
+        assert order(store) == ["b", "d", "c", "a"]
+        store.delete("a")
+        assert store.touch_all(["a", "b"]) == {"b"}
+        for key in BAD_KEYS:
+            assert repr(key) in refusal(OptionError, partial(store.touch_all, ["b", key]))
+        store.close()
+        refusal(ClosedError, lambda: store.touch_all(["b"]))
+
     def test_deleting(self) -> None:
         """Once; then the key can be put again, and was never stored as far as anybody knows."""
         store = self.open()
@@ -309,6 +325,12 @@ class BudgetConformance:
         assert store.put("empty", [])
         assert not store.put("a", [b"a"])
         assert order(store) == ["empty"]
+        store.close()
+
+    def test_it_tells_its_budget(self) -> None:
+        """So that whoever stores much need not store what would leave at once."""
+        store = self.open(10)
+        assert store.max_bytes == 10
         store.close()
 
     def test_less_than_nothing_is_refused(self) -> None:

@@ -10,7 +10,6 @@ undefined name prints as nothing, and using its parts is an error.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _KEY = "tokenizer.chat_template"
-_MAX_SOURCE_CHARS = 2**20
+_MAX_SOURCE_CHARS = 2**16
 
 
 class ChatTemplate:
@@ -56,6 +55,10 @@ class ChatTemplate:
         self.source = source
         self._special = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._template = _compile(source)
+
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, ...]]:
+        """Copy and pickle it as its source, which is compiled again."""
+        return ChatTemplate, (self.source, *self._special.values())
 
     @classmethod
     def from_metadata(
@@ -117,40 +120,36 @@ def _compile(source: str) -> Template:
 
     from kvcellar.text.template_sandbox import TemplateEnvironment
 
-    environment = TemplateEnvironment()
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment = TemplateEnvironment(functions)
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        raise TemplateError(
+            f"chat template, line {error.lineno}: {_cut(str(error.message))}"
+        ) from error
     except Exception as error:  # nested too deep, for one
         raise TemplateError(f"the chat template does not compile: {_reason(error)}") from error
 
 
 def _run(template: Template, values: Mapping[str, Any]) -> str:
-    from kvcellar.text.template_sandbox import MAX_CHARS, spending
+    from kvcellar.text.template_meter import Meter
 
-    parts: list[str] = []
-    size = 0
     try:
-        with spending():
-            for part in template.generate(values):
-                size += len(part)
-                if size > MAX_CHARS:
-                    raise TemplateError(
-                        f"the chat template writes more than {MAX_CHARS} characters"
-                    )
-                parts.append(part)
+        context = template.new_context(dict(values))
+        context.meter = Meter(*values.values())  # type: ignore[attr-defined]
+        return "".join(template.root_render_func(context))
     except TemplateError:
         raise
     except Exception as error:  # a template can raise whatever Python can
         raise TemplateError(f"the chat template failed: {_reason(error)}") from error
-    return "".join(parts)
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
+    return _cut(str(error) or type(error).__name__)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -166,25 +165,8 @@ def _check_messages(messages: object) -> None:
             raise TemplateError(f'messages[{i}] needs "content" (or "tool_calls")')
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as models were trained on it: not escaped for HTML, unlike Jinja's filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
 def _raise_exception(message: str) -> None:
-    raise TemplateError(f"the chat template refuses the messages: {message}")
+    raise TemplateError(f"the chat template refuses the messages: {_cut(str(message))}")
 
 
 def _strftime_now(form: str) -> str:

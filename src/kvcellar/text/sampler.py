@@ -15,14 +15,22 @@ import copy
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral, Real
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcellar.errors import ComputeError, OptionError
+from kvcellar.errors import (
+    ComputeError,
+    OptionError,
+    check_integers,
+    check_kind,
+    check_range,
+    check_real,
+    shown,
+)
 from kvcellar.types import Float32Array, Int64Array
 
 _MAX_INT = 2**31 - 1
@@ -43,6 +51,8 @@ class Sampler:
     """
 
     def __init__(self, options: SamplerOptions | None = None) -> None:
+        if options is not None:
+            check_kind("options", options, SamplerOptions)
         self.options = options or SamplerOptions()
         self._random = np.random.Generator(np.random.PCG64(self.options.seed))
         bias = self.options.logit_bias
@@ -55,13 +65,22 @@ class Sampler:
         twin.set_state(self.state())
         return twin
 
+    __copy__ = copy  # two that share their random numbers would disturb each other
+
     def state(self) -> Mapping[str, object]:
         """The random state, for :meth:`set_state`."""
         return copy.deepcopy(self._random.bit_generator.state)
 
     def set_state(self, state: Mapping[str, object]) -> None:
-        """Continue from a state that :meth:`state` returned."""
-        self._random.bit_generator.state = copy.deepcopy(dict(state))
+        """Continue from a state that :meth:`state` returned.
+
+        Raises:
+            OptionError: it is none.
+        """
+        try:
+            self._random.bit_generator.state = copy.deepcopy(dict(state))
+        except (TypeError, ValueError, LookupError, OverflowError):
+            raise OptionError(f"state={shown(state)}: give what Sampler.state() returned") from None
 
     def sample(self, logits: Float32Array, history: Sequence[int] = ()) -> int:
         """Return the next token.
@@ -130,14 +149,16 @@ class Sampler:
         adjusted[ids] = values
 
     def _seen(self, history: Sequence[int], n_vocab: int) -> Int64Array:
+        if not isinstance(history, (Sequence, np.ndarray)):
+            raise OptionError(f"history={shown(history)}: must be a list of tokens")
         if not self.options.has_penalties or not len(history):
             return np.empty(0, np.int64)
         last_n = self.options.penalty_last_n
         recent = history if last_n < 0 else history[-last_n:]
-        seen = np.asarray(recent, np.int64)
-        if seen.min() < 0 or seen.max() >= n_vocab:
+        seen = check_integers("history", recent)
+        if min(seen) < 0 or max(seen) >= n_vocab:
             raise OptionError(f"history holds a token outside [0, {n_vocab})")
-        return seen
+        return np.array(seen, np.int64)
 
     def _penalize(self, adjusted: Float32Array, seen: Int64Array) -> None:
         ids, counts = np.unique(seen, return_counts=True)
@@ -177,7 +198,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """Options of a :class:`Sampler`; the defaults are llama.cpp's.
+    """Options of a :class:`Sampler`, a value; the defaults are llama.cpp's.
 
     Attributes:
         temperature: 0 always takes the best token; 1 keeps the model's distribution.
@@ -207,18 +228,22 @@ class SamplerOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0.0, _MAX_REAL, "0 or more, finite")
-        _check_int("top_k", self.top_k, 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
-        _check_real("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
-        _check_real("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
-        _check_real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_real(name, getattr(self, name), -1e3, 1e3, "in [-1000, 1000]")
-        allowed = f"that is -1 (all) or in [0 (off), {_MAX_INT}]"
-        _check_int("penalty_last_n", self.penalty_last_n, -1, _MAX_INT, allowed)
+        self._real("temperature", 0.0, _MAX_REAL, "0 or more, finite")
+        self._int("top_k", 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
+        self._real("top_p", math.ulp(0.0), 1.0, "in (0, 1]")
+        self._real("min_p", 0.0, 1.0, "in [0, 1]")
+        self._real("repetition_penalty", 1e-3, 1e3, "in [0.001, 1000]")
+        self._real("presence_penalty", -1e3, 1e3, "in [-1000, 1000]")
+        self._real("frequency_penalty", -1e3, 1e3, "in [-1000, 1000]")
+        self._int("penalty_last_n", -1, _MAX_INT, f"that is -1 (all) or in [0 (off), {_MAX_INT}]")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1, "in [0, 2**64), or None")
+            self._int("seed", 0, 2**64 - 1, "in [0, 2**64), or None")
         object.__setattr__(self, "logit_bias", MappingProxyType(_check_bias(self.logit_bias)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it; the mapping proxy cannot be."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return SamplerOptions, tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
     @property
     def has_penalties(self) -> bool:
@@ -228,6 +253,14 @@ class SamplerOptions:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    def _real(self, name: str, low: float, high: float, allowed: str) -> None:
+        value = _checked_real(name, getattr(self, name), low, high, allowed)
+        object.__setattr__(self, name, value)
+
+    def _int(self, name: str, low: int, high: int, allowed: str) -> None:
+        value = _checked_int(name, getattr(self, name), low, high, allowed)
+        object.__setattr__(self, name, value)
 
 
 def log_softmax(logits: Float32Array) -> Float64Array:
@@ -247,6 +280,9 @@ def log_softmax(logits: Float32Array) -> Float64Array:
 
 
 def _check_logits(logits: Float32Array) -> None:
+    check_kind("logits", logits, np.ndarray, made="one float a token")
+    if logits.dtype.kind != "f":
+        raise OptionError(f"logits have type {logits.dtype}: floats are needed, one a token")
     if logits.ndim != 1 or not len(logits):
         raise ComputeError(f"logits must be one row of numbers, found shape {logits.shape}")
     top = float(logits.max())  # NaN spreads to the maximum
@@ -295,23 +331,29 @@ def _count_top_p(weights: Float64Array, p: float, total: float | None = None) ->
     return min(int(cumulative.searchsorted(p * mass)) + 1, len(weights))
 
 
-def _check_real(name: str, value: object, low: float, high: float, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
-        raise OptionError(f"{name} must be {allowed}, found {value!r}")
+def _checked_real(name: str, value: object, low: float, high: float, allowed: str) -> float:
+    try:
+        return check_real(name, value, low, high)
+    except OptionError:
+        raise OptionError(f"{name} must be {allowed}, found {shown(value)}") from None
 
 
-def _check_int(name: str, value: object, low: int, high: int, allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise OptionError(f"{name} must be an integer {allowed}, found {value!r}")
+def _checked_int(name: str, value: object, low: int, high: int, allowed: str) -> int:
+    try:
+        return check_range(name, value, low, high)
+    except OptionError:
+        raise OptionError(f"{name} must be an integer {allowed}, found {shown(value)}") from None
 
 
 def _check_bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise OptionError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}")
     checked: dict[int, float] = {}
-    for token, value in bias.items():
-        _check_int("a token id in logit_bias", token, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
-        if value not in (math.inf, -math.inf):
-            _check_real(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS, "±inf or within ±1e9")
-        checked[int(token)] = float(value)
+    for key, value in bias.items():
+        token = _checked_int("a token id in logit_bias", key, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
+        named, allowed = f"logit_bias[{token}]", "±inf or within ±1e9"
+        number = _checked_real(named, value, -math.inf, math.inf, allowed)
+        if not math.isinf(number):
+            _checked_real(named, number, -_MAX_BIAS, _MAX_BIAS, allowed)
+        checked[token] = number
     return checked

@@ -8,15 +8,10 @@ pieces at each start (Gemma: seconds), and such a list breaks ties differently.
 from __future__ import annotations
 
 import heapq
-import re
 
 from kvcellar.errors import TokenizerError
+from kvcellar.text.pieces import SPACE, WordCache, find_byte_tokens, spaced_bytes
 from kvcellar.text.vocab import PREFIX, Metadata, TokenKind, Vocab, read_flag
-
-SPACE = "▁"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MAX_CACHED_WORDS = 16384
-_MAX_CACHED_CHARS = 32
 
 
 class SpmEncoder:
@@ -30,42 +25,29 @@ class SpmEncoder:
         if vocab.scores is None:
             raise TokenizerError(f"{PREFIX}scores is missing: SentencePiece merges by score")
         self.strips_space = read_flag(metadata, PREFIX + "add_space_prefix", True)
-        self._bytes = _find_byte_tokens(vocab)
+        self._bytes = find_byte_tokens(vocab)
         self._unknown_id = vocab.unknown_id
         # Text must not spell control or byte tokens, so they are no pieces here.
         self._pieces = dict(vocab.ids)
         for i in vocab.ids_of(TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE):
             del self._pieces[vocab.tokens[i]]
         self._scores: list[float] = vocab.scores.tolist()
-        self._word = _word_pattern(self._pieces)
-        self._cache: dict[str, list[int]] = {}
+        self._words = WordCache(self._pieces, self._spell)
 
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
+    def encode(self, text: str, *, continuing: bool) -> list[int]:
         """The ids of a text without special tokens."""
         escaped = text.replace(" ", SPACE)
-        if after_special and self.strips_space:
+        if self.strips_space and not continuing:
             escaped = SPACE + escaped
-        ids: list[int] = []
-        for word in self._word.findall(escaped):
-            found = self._cache.get(word)
-            if found is None:
-                found = self._spell(_Chain(word, self._pieces, self._scores).merge())
-                if len(word) <= _MAX_CACHED_CHARS and len(self._cache) < _MAX_CACHED_WORDS:
-                    self._cache[word] = found
-            ids += found
-        return ids
+        return self._words.encode(escaped)
 
     def piece_bytes(self, text: str, kind: int) -> bytes:
         """The bytes that a piece stands for."""
-        if kind == TokenKind.BYTE:
-            return bytes([int(text[3:5], 16)])
-        if kind in (TokenKind.NORMAL, TokenKind.UNUSED, TokenKind.UNDEFINED):
-            text = text.replace(SPACE, " ")
-        return text.encode("utf-8", "surrogateescape")
+        return spaced_bytes(text, kind)
 
-    def _spell(self, symbols: list[str]) -> list[int]:
+    def _spell(self, word: str) -> list[int]:
         ids: list[int] = []
-        for symbol in symbols:
+        for symbol in _Chain(word, self._pieces, self._scores).merge():
             token = self._pieces.get(symbol)
             if token is None:
                 ids += self._spell_bytes(symbol)
@@ -123,27 +105,3 @@ class _Chain:
         token = self._pieces.get(union)
         if token is not None:
             heapq.heappush(self._heap, (-self._scores[token], left, right, union))
-
-
-def _find_byte_tokens(vocab: Vocab) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for i in vocab.ids_of(TokenKind.BYTE):
-        match = _BYTE.fullmatch(vocab.tokens[i])
-        if match is None:
-            raise TokenizerError(
-                f"{PREFIX}tokens[{i}] = {vocab.tokens[i][:40]!r} is a byte token, written <0xNN>"
-            )
-        found[int(match[1], 16)] = i
-    return found
-
-
-def _word_pattern(pieces: dict[str, int]) -> re.Pattern[str]:
-    """Match words that no merge can leave: text is cut before a "▁" that no piece can span.
-
-    Few pieces have an inner "▁"; text is not cut after the letters before those. Each word can then
-    be merged, and cached, on its own.
-    """
-    spanned = set(re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(pieces)))
-    joined = "".join(map(re.escape, sorted(spanned)))
-    inside = f"(?:[^{SPACE}]|(?<=[{joined}]){SPACE}+)" if joined else f"[^{SPACE}]"
-    return re.compile(f"{SPACE}+{inside}*|{inside}+", re.DOTALL)

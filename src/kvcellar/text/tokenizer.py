@@ -1,8 +1,8 @@
 """Text to tokens and back, with the vocabulary of a GGUF file.
 
-Byte-level BPE (``gpt2``) and SentencePiece's BPE (``llama``) are known; the tokens are llama.cpp's.
-Tokens that are matched whole are cut out of a text first (:class:`Partition`), and an
-:class:`Encoder` tokenizes what lies between them. Invariants:
+The kinds of vocabulary are those of llama.cpp; docs/tokenizers.md lists them, and where tokens
+differ from llama.cpp's. Tokens that are matched whole are cut out of a text first
+(:class:`Partition`), and an :class:`Encoder` tokenizes what lies between them. Invariants:
 
 1. User-defined tokens are matched wherever they stand; control tokens only with
    ``parse_special``, so that without it no text can spell one.
@@ -19,15 +19,22 @@ from __future__ import annotations
 import codecs
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
-from kvcellar.errors import TokenizerError, UnsupportedModel
-from kvcellar.text.bpe import BpeEncoder, find_recipe
+from kvcellar.errors import OptionError, TokenizerError, UnsupportedModel
+from kvcellar.text.bpe import ByteBpeEncoder, CharBpeEncoder
+from kvcellar.text.plamo import PlamoEncoder
+from kvcellar.text.pre_tokenizers import Form, find_recipe, known_names
+from kvcellar.text.rwkv import RwkvEncoder
 from kvcellar.text.spm import SpmEncoder
+from kvcellar.text.unigram import UnigramEncoder
 from kvcellar.text.vocab import (
     EMPTY_VOCAB,
     PREFIX,
+    Defaults,
     Metadata,
     TokenKind,
     Vocab,
@@ -35,9 +42,11 @@ from kvcellar.text.vocab import (
     read_string,
     read_vocab,
 )
+from kvcellar.text.wordpiece import WordPieceEncoder
 
-_NO_VOCABULARY = (None, "none", "no_vocab", "test")
+_NO_VOCABULARY = ("none", "no_vocab", "test")
 _KEY_CHARS = 3
+_WHITE = " \t\n\r\v\f"
 
 Fragment = str | int
 """Text to be tokenized, or the id of a token that was matched."""
@@ -60,34 +69,35 @@ class Tokenizer:
         self._partitions: dict[bool, Partition] = {}
 
     @classmethod
-    def from_metadata(cls, metadata: Metadata) -> Tokenizer:
+    def from_metadata(cls, metadata: Metadata, *, pre: str | None = None) -> Tokenizer:
         """Return the tokenizer of a GGUF file.
 
         Without a vocabulary (``tokenizer.ggml.model`` absent, "none" or "test") it knows only the
         number of tokens (0 where the file lists none) and raises on text.
 
+        Args:
+            metadata: the file's.
+            pre: the pre-tokenizer to use instead of the one that ``tokenizer.ggml.pre`` names.
+
         Raises:
             TokenizerError: the metadata are damaged; names the key.
             UnsupportedModel: an unknown kind of vocabulary or pre-tokenizer.
+            OptionError: no such ``pre``, or a kind of vocabulary that has no pre-tokenizer.
         """
-        model = read_string(metadata, PREFIX + "model")
-        if model in _NO_VOCABULARY:
+        model = check_kind(metadata, pre)
+        if model is None:
             return cls(_read_bare_vocab(metadata), NoEncoder())
-        if model == "gpt2":
-            recipe = find_recipe(read_string(metadata, PREFIX + "pre") or "default")
-            vocab = read_vocab(metadata, add_bos=recipe.add_bos, defaults=None)
-            return cls(vocab, BpeEncoder(vocab, metadata, recipe))
-        if model == "llama":
-            vocab = read_vocab(metadata, add_bos=True, defaults=(1, 2))
-            return cls(vocab, SpmEncoder(vocab, metadata))
-        raise UnsupportedModel(
-            f"{PREFIX}model = {describe(model)} is not known: gpt2 and llama are; pass token ids"
-        )
+        return cls(*_KINDS[model](metadata, pre))
 
     @property
     def n_vocab(self) -> int:
         """Number of tokens."""
         return len(self.vocab)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it turns text into tokens and back; otherwise it only counts them."""
+        return not isinstance(self._encoder, NoEncoder)
 
     @property
     def bos_id(self) -> int | None:
@@ -120,15 +130,22 @@ class Tokenizer:
         return self.vocab.add_eos
 
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        continuing: bool = False,
     ) -> list[int]:
         """Return the tokens of a text.
 
         Args:
             text: any text, also "".
-            add_special: add BOS and EOS where the file says so.
+            add_special: add BOS, EOS and SEP where the file, or the kind of vocabulary, says so.
             parse_special: match control tokens that the text spells. Do not use it for text that is
                 not trusted: it could end a turn and begin another.
+            continuing: the text continues another, so nothing is put before it: SentencePiece
+                vocabularies put a space before the beginning of a text.
 
         Raises:
             TokenizerError: a lone surrogate, or a character the vocabulary cannot spell.
@@ -137,11 +154,16 @@ class Tokenizer:
         ids: list[int] = []
         if add_special and self.vocab.add_bos and self.vocab.bos_id is not None:
             ids.append(self.vocab.bos_id)
-        after_special = True
         for fragment in self._partition(parse_special).split(text):
-            after_special = self._append(ids, fragment, after_special)
+            if isinstance(fragment, int):
+                ids.append(fragment)
+            else:
+                ids += self._encoder.encode(fragment, continuing=continuing)
+            continuing = False  # behind a token that is matched whole a text begins
         if add_special and self.vocab.add_eos and self.vocab.eos_id is not None:
             ids.append(self.vocab.eos_id)
+        if add_special and self.vocab.add_sep and self.vocab.sep_id is not None:
+            ids.append(self.vocab.sep_id)
         return ids
 
     def decode(
@@ -187,19 +209,21 @@ class Tokenizer:
         i = self._check_id(token)
         return i in self._control or i in self._user
 
-    def _append(self, ids: list[int], fragment: str | int, after_special: bool) -> bool:
-        if isinstance(fragment, int):
-            ids.append(fragment)
-            return True
-        ids += self._encoder.encode(fragment, after_special=after_special)
-        return False
+    def ends_in_text(self, ids: Sequence[int]) -> bool:
+        """Whether text behind these tokens continues theirs.
+
+        It does not if there are none, or if the last one is matched whole. An id outside the
+        vocabulary counts as text.
+        """
+        return len(ids) > 0 and ids[-1] not in self._control and ids[-1] not in self._user
 
     def _partition(self, parse_special: bool) -> Partition:
         if parse_special not in self._partitions:
             whole = self._user | self._control if parse_special else self._user
             texts = [(self.vocab.tokens[i], i) for i in sorted(whole)]
-            strip = self.vocab.strip_after_special
-            self._partitions[parse_special] = Partition(texts, strip_after=strip)
+            self._partitions[parse_special] = Partition(
+                texts, self.vocab.strip_before, self.vocab.strip_after
+            )
         return self._partitions[parse_special]
 
     def _check_id(self, token: int) -> int:
@@ -227,7 +251,98 @@ def _check_text(text: str) -> None:
 def _read_bare_vocab(metadata: Metadata) -> Vocab:
     if PREFIX + "tokens" not in metadata:
         return EMPTY_VOCAB
-    return read_vocab(metadata, add_bos=False, defaults=None)
+    return read_vocab(metadata, Defaults())
+
+
+# -- kinds of vocabulary
+
+
+def check_pre(name: str) -> None:
+    """Raise OptionError if there is no such pre-tokenizer."""
+    if name not in known_names():
+        raise OptionError(f"pre={name!r} is not known; one of {', '.join(known_names())}")
+
+
+def check_kind(metadata: Metadata, pre: str | None = None) -> str | None:
+    """Return the kind of vocabulary, None if there is none; the vocabulary itself is not read.
+
+    Raises:
+        TokenizerError: a name of it is no string.
+        UnsupportedModel: an unknown kind or pre-tokenizer.
+        OptionError: no such ``pre``, or a kind that has no pre-tokenizer.
+    """
+    model = read_string(metadata, PREFIX + "model")
+    has_pre = model in ("gpt2", "whitespace")
+    if pre is not None:
+        check_pre(pre)
+        if not has_pre:
+            raise OptionError(f"pre={pre!r}: a vocabulary of kind {model} has no pre-tokenizer")
+    if model is None or model in _NO_VOCABULARY:
+        return None
+    if model not in _KINDS:
+        raise UnsupportedModel(
+            f"{PREFIX}model = {describe(model)} is not known: {', '.join(_KINDS)} are; "
+            "pass token ids"
+        )
+    if has_pre and pre is None:
+        find_recipe(read_string(metadata, PREFIX + "pre") or "default")
+    return model
+
+
+def _open_gpt2(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    recipe = find_recipe(pre or read_string(metadata, PREFIX + "pre") or "default")
+    vocab = read_vocab(metadata, Defaults(add_bos=recipe.add_bos, fixed=recipe.fixed))
+    if recipe.form is Form.BYTES:
+        return vocab, ByteBpeEncoder(vocab, metadata, recipe)
+    return vocab, CharBpeEncoder(vocab, metadata, recipe)
+
+
+def _open_gemma4(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    return _open_gpt2(metadata, "gemma4")
+
+
+def _open_whitespace(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    recipe = find_recipe(pre or read_string(metadata, PREFIX + "pre") or "whitespace")
+    vocab = read_vocab(metadata, Defaults(add_bos=recipe.add_bos, fixed=recipe.fixed))
+    recipe = replace(recipe, form=Form.PLAIN)
+    return vocab, CharBpeEncoder(vocab, metadata, recipe, drops_spaces=True)
+
+
+def _open_spm(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    vocab = read_vocab(metadata, Defaults({"bos": 1, "eos": 2, "unknown": 0}, add_bos=True))
+    return vocab, SpmEncoder(vocab, metadata)
+
+
+def _open_unigram(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    vocab = read_vocab(metadata, Defaults({"eos": 1, "unknown": 2}, add_eos=True))
+    return vocab, UnigramEncoder(vocab, metadata)
+
+
+def _open_wordpiece(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    ids = {"bos": 101, "unknown": 100, "seperator": 102}
+    flags = Defaults(ids, add_bos=True, add_sep=True, fixed=("bos", "eos"))
+    vocab = read_vocab(metadata, flags)
+    return vocab, WordPieceEncoder(vocab, metadata)
+
+
+def _open_rwkv(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    vocab = read_vocab(metadata, Defaults({"eos": 0}, fixed=("bos", "eos")))
+    return vocab, RwkvEncoder(vocab)
+
+
+def _open_plamo(metadata: Metadata, pre: str | None) -> tuple[Vocab, Encoder]:
+    del pre
+    ids = {"bos": 1, "eos": 2, "unknown": 0}
+    vocab = read_vocab(metadata, Defaults(ids, fixed=("bos", "eos")))
+    return vocab, PlamoEncoder(vocab)
+
+
+# -- back to text
 
 
 class Detokenizer:
@@ -280,25 +395,37 @@ class Partition:
 
     Args:
         texts: ``(text, id)`` pairs; texts are not empty.
-        strip_after: drop white space that follows a match.
+        strip_before: tokens before which white space is dropped.
+        strip_after: tokens after which white space is dropped.
     """
 
-    def __init__(self, texts: Iterable[tuple[str, int]], *, strip_after: bool = False) -> None:
+    def __init__(
+        self,
+        texts: Iterable[tuple[str, int]],
+        strip_before: Collection[int] = (),
+        strip_after: Collection[int] = (),
+    ) -> None:
         # A vocabulary may have thousands of them, and a text hardly any: one search for a common
         # beginning rules out a whole group.
         self._groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for text, token in texts:
             self._groups[text[:_KEY_CHARS]].append((text, token))
+        self._strip_before = strip_before
         self._strip_after = strip_after
 
     def split(self, text: str) -> list[Fragment]:
         """The fragments of a text, in order, without empty strings."""
-        if not text:
-            return []
-        fragments: list[Fragment] = [text]
+        taken = bytearray(len(text))  # 1: part of a token, or stripped
+        places: list[tuple[int, int, int]] = []
         for needle, token in self._present(text):
-            fragments = self._split_at(fragments, needle, token)
-        return fragments
+            places += self._take(text, taken, needle, token)
+        fragments: list[Fragment] = []
+        done = 0
+        for begin, end, token in sorted(places):
+            fragments += (text[done:begin], token)
+            done = end
+        fragments.append(text[done:])
+        return [fragment for fragment in fragments if fragment != ""]
 
     def _present(self, text: str) -> list[tuple[str, int]]:
         found = [
@@ -310,19 +437,27 @@ class Partition:
         ]
         return sorted(found, key=lambda item: -len(item[0].encode("utf-8", "surrogatepass")))
 
-    def _split_at(self, fragments: list[Fragment], needle: str, token: int) -> list[Fragment]:
-        result: list[Fragment] = []
-        for fragment in fragments:
-            if isinstance(fragment, int) or needle not in fragment:
-                result.append(fragment)
+    def _take(
+        self, text: str, taken: bytearray, needle: str, token: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Take a token where nothing of it is taken; yield where that is, with stripped space."""
+        begin = text.find(needle)
+        while begin >= 0:
+            end = begin + len(needle)
+            last_taken = taken.rfind(1, begin, end)
+            if last_taken >= 0:
+                free = taken.find(0, last_taken)
+                begin = -1 if free < 0 else text.find(needle, free)
                 continue
-            for i, part in enumerate(fragment.split(needle)):
-                if i:
-                    result.append(token)
-                    part = part.lstrip(" \t\n\r\v\f") if self._strip_after else part
-                if part:
-                    result.append(part)
-        return result
+            if token in self._strip_after:
+                while end < len(text) and text[end] in _WHITE and not taken[end]:
+                    end += 1
+            if token in self._strip_before:
+                while begin and text[begin - 1] in _WHITE and not taken[begin - 1]:
+                    begin -= 1
+            taken[begin:end] = b"\1" * (end - begin)
+            yield begin, end, token
+            begin = text.find(needle, end)
 
 
 class Encoder(Protocol):
@@ -330,8 +465,8 @@ class Encoder(Protocol):
 
     strips_space: bool
 
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """The ids of a text without special tokens."""
+    def encode(self, text: str, *, continuing: bool) -> list[int]:
+        """The ids of a text without special tokens; it may continue another."""
 
     def piece_bytes(self, text: str, kind: int) -> bytes:
         """The bytes that a piece stands for."""
@@ -342,9 +477,9 @@ class NoEncoder:
 
     strips_space = False
 
-    def encode(self, text: str, *, after_special: bool) -> list[int]:
+    def encode(self, text: str, *, continuing: bool) -> list[int]:
         """Raises TokenizerError."""
-        del text, after_special
+        del text, continuing
         raise TokenizerError(
             "this model has no tokenizer: pass token ids instead of text, from Python only"
         )
@@ -353,3 +488,17 @@ class NoEncoder:
         """Raises TokenizerError."""
         del text, kind
         raise TokenizerError("this model has no tokenizer: use the token ids as they are")
+
+
+_KINDS: Mapping[str, Callable[[Metadata, str | None], tuple[Vocab, Encoder]]] = MappingProxyType(
+    {
+        "gpt2": _open_gpt2,
+        "llama": _open_spm,
+        "gemma4": _open_gemma4,
+        "t5": _open_unigram,
+        "bert": _open_wordpiece,
+        "rwkv": _open_rwkv,
+        "plamo2": _open_plamo,
+        "whitespace": _open_whitespace,
+    }
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -40,6 +40,8 @@ END_OF_TURN = (
 """Texts that end a turn, in order of preference where a file names no EOT."""
 
 _OTHER_STOPS = (
+    "<turn|>",
+    "<|tool_response>",
     "<|return|>",
     "<|call|>",
     "<|calls|>",
@@ -52,13 +54,25 @@ _OTHER_STOPS = (
 )
 # The first of each group is what a fill-in-the-middle model writes when the gap is filled.
 _FILL_STOPS = (
-    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>"),
+    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("<|file_sep|>",),
 )
 # Ordinary words or mark-up in some vocabularies: they stop only where the file calls them control.
 _AMBIGUOUS = frozenset({"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "<REPO>"})
 _HARMONY_TEXT = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+# Where a vocabulary has all of one of these, "<|end|>" ends a message, not a turn.
+_HARMONY_STOPS = (
+    {"<|return|>", "<|call|>"},
+    {"<|return|>", "<|calls|>"},
+    {"<|call|>", "<|flush|>"},
+    {"<|calls|>", "<|flush|>"},
+)
+# Vocabularies and architectures whose mask token takes the white space before it.
+_MASK_STRIPS = {
+    "tokenizer.ggml.pre": ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert"),
+    "general.architecture": ("nomic-bert-moe", "jina-bert-v3"),
+}
 
 
 class TokenKind(IntEnum):
@@ -73,9 +87,31 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a kind of vocabulary has where the file does not say.
+
+    Attributes:
+        ids: special tokens by name; those beyond the vocabulary count as absent.
+        add_bos: whether a text begins with BOS.
+        add_eos: whether a text ends with EOS.
+        add_sep: whether a text ends with SEP, whatever the file says.
+        fixed: the flags of ``bos`` and ``eos`` that the file cannot change.
+    """
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = False
+    add_sep: bool = False
+    fixed: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Vocab:
-    """Tokens by id, and the ids with a meaning; ``kinds`` holds :class:`TokenKind`."""
+    """Tokens by id, and the ids with a meaning; ``kinds`` holds :class:`TokenKind`.
+
+    White space before tokens of ``strip_before`` and after those of ``strip_after`` is dropped.
+    """
 
     tokens: tuple[str, ...]
     kinds: Int32Array
@@ -88,7 +124,10 @@ class Vocab:
     stop_ids: frozenset[int]
     add_bos: bool
     add_eos: bool
-    strip_after_special: bool
+    sep_id: int | None = None
+    add_sep: bool = False
+    strip_before: frozenset[int] = frozenset()
+    strip_after: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -111,18 +150,16 @@ EMPTY_VOCAB = Vocab(
     stop_ids=frozenset(),
     add_bos=False,
     add_eos=False,
-    strip_after_special=False,
 )
 """The vocabulary of a file that has none."""
 
 
-def read_vocab(metadata: Metadata, *, add_bos: bool, defaults: tuple[int, int] | None) -> Vocab:
+def read_vocab(metadata: Metadata, defaults: Defaults) -> Vocab:
     """Read and check the vocabulary.
 
     Args:
         metadata: that of the GGUF file.
-        add_bos: the value where the file does not say.
-        defaults: BOS and EOS where the file names none, as SentencePiece has them.
+        defaults: what counts where the file does not say.
 
     Raises:
         TokenizerError: a key is missing, of the wrong type, length or range.
@@ -139,6 +176,7 @@ def read_vocab(metadata: Metadata, *, add_bos: bool, defaults: tuple[int, int] |
         kinds = np.full(len(tokens), TokenKind.NORMAL, np.int32)
     special = _read_special_ids(metadata, len(tokens), defaults)
     eot_id = _apply_roles(ids, kinds, special["eot"])
+    strip_before, strip_after = _find_stripping(metadata, ids, kinds)
     vocab = Vocab(
         tokens=tokens,
         kinds=kinds,
@@ -149,9 +187,12 @@ def read_vocab(metadata: Metadata, *, add_bos: bool, defaults: tuple[int, int] |
         eot_id=eot_id,
         unknown_id=special["unknown"],
         stop_ids=_find_stops(ids, kinds, (special["eos"], eot_id, special["eom"])),
-        add_bos=read_flag(metadata, PREFIX + "add_bos_token", add_bos),
-        add_eos=read_flag(metadata, PREFIX + "add_eos_token", False),
-        strip_after_special=_is_phi3(metadata),
+        add_bos=_read_add(metadata, "bos", defaults.add_bos, defaults),
+        add_eos=_read_add(metadata, "eos", defaults.add_eos, defaults),
+        sep_id=special["seperator"],
+        add_sep=defaults.add_sep,
+        strip_before=strip_before,
+        strip_after=strip_after,
     )
     _check_added(vocab)
     return vocab
@@ -167,15 +208,19 @@ def _read_tokens(metadata: Metadata) -> tuple[str, ...]:
 
 
 def _read_special_ids(
-    metadata: Metadata, n_vocab: int, defaults: tuple[int, int] | None
+    metadata: Metadata, n_vocab: int, defaults: Defaults
 ) -> dict[str, int | None]:
-    names = ("bos", "eos", "eot", "eom", "unknown")
+    names = ("bos", "eos", "eot", "eom", "unknown", "seperator")  # GGUF spells it so
     found = {name: read_token_id(metadata, f"{PREFIX}{name}_token_id", n_vocab) for name in names}
-    if defaults is not None:
-        for name, default in zip(("bos", "eos", "unknown"), (*defaults, 0), strict=True):
-            if found[name] is None and default < n_vocab:
-                found[name] = default
+    for name, default in defaults.ids.items():
+        if found[name] is None and default < n_vocab:
+            found[name] = default
     return found
+
+
+def _read_add(metadata: Metadata, name: str, default: bool, defaults: Defaults) -> bool:
+    said = read_flag(metadata, f"{PREFIX}add_{name}_token", default)
+    return default if name in defaults.fixed else said
 
 
 def _apply_roles(ids: dict[str, int], kinds: Int32Array, eot_id: int | None) -> int | None:
@@ -184,12 +229,13 @@ def _apply_roles(ids: dict[str, int], kinds: Int32Array, eot_id: int | None) -> 
         token = ids.get(text)
         if token is not None and text not in _AMBIGUOUS:
             kinds[token] = TokenKind.CONTROL
-    harmony = "<|return|>" in ids and "<|call|>" in ids
     for text in _HARMONY_TEXT:
         if text in ids:
             kinds[ids[text]] = TokenKind.USER_DEFINED
-    if harmony and "<|end|>" in ids:
+    if "<|end|>" in ids and any(ids.keys() >= texts for texts in _HARMONY_STOPS):
         kinds[ids["<|end|>"]] = TokenKind.USER_DEFINED
+    if "<|tool_response>" in ids and "</s>" in ids:  # Gemma 4, where it is HTML
+        kinds[ids["</s>"]] = TokenKind.NORMAL
     if eot_id is not None:
         return eot_id
     present = (ids[text] for text in END_OF_TURN if text in ids)
@@ -207,10 +253,24 @@ def _find_stops(
     return frozenset(control | {i for i in named if i is not None})
 
 
-def _is_phi3(metadata: Metadata) -> bool:
-    # Phi-3 was trained with the white space behind a special token removed; no key says so.
-    name = metadata.get("general.name")
-    return isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+def _find_stripping(
+    metadata: Metadata, ids: dict[str, int], kinds: Int32Array
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the tokens that take the white space before and behind them; no key says so."""
+    name = _text(metadata, "general.name").lower()
+    if any(part in _text(metadata, key) for key, parts in _MASK_STRIPS.items() for part in parts):
+        return frozenset(ids[text] for text in ("<mask>",) if text in ids), frozenset()
+    if "phi-3" in name or "phi3" in name:
+        whole = np.isin(kinds, [TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED])
+        plain = {ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
+        return frozenset(), frozenset(map(int, np.flatnonzero(whole))) - plain
+    masks = ("[MASK]",) if "modern-bert" in name else ()
+    return frozenset(ids[text] for text in masks if text in ids), frozenset()
+
+
+def _text(metadata: Metadata, key: str) -> str:
+    value = metadata.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _check_added(vocab: Vocab) -> None:
@@ -222,6 +282,8 @@ def _check_added(vocab: Vocab) -> None:
             raise TokenizerError(
                 f"{PREFIX}add_{name}_token is true but {PREFIX}{name}_token_id is missing"
             )
+    if vocab.add_sep and vocab.sep_id is None:
+        raise TokenizerError(f"{PREFIX}seperator_token_id is missing: it ends every text")
 
 
 # -- metadata

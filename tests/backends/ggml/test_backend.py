@@ -72,7 +72,7 @@ def test_a_status_other_than_success_is_an_error(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, status: int, message: str
 ) -> None:
     _, executor = rig.executor()
-    monkeypatch.setattr(rig.backend.api, "ggml_backend_graph_compute", lambda *_: status)
+    monkeypatch.setattr(rig.backend.api, "ggml_graph_compute", lambda *_: status)
     with pytest.raises(ComputeError, match=message):
         executor.run(causal_plan([1]))
     monkeypatch.undo()

@@ -63,7 +63,7 @@ model.close()
 BUSY = """
 backend = model._file._backend
 inside, go_on = threading.Event(), threading.Event()
-compute = backend.api.ggml_backend_graph_compute
+compute = backend.api.ggml_graph_compute
 
 def slow(*args):
     if threading.current_thread() is other:
@@ -71,7 +71,7 @@ def slow(*args):
         go_on.wait()
     return compute(*args)
 
-backend.api.ggml_backend_graph_compute = slow
+backend.api.ggml_graph_compute = slow
 elsewhere = model.context(n_ctx=64)
 other = threading.Thread(target=lambda: elsewhere.sequence([7, 8]))
 other.start()

@@ -37,7 +37,7 @@ def _close(got: Float32Array, expected: Float32Array) -> None:
 
 
 def _kept(executor: GgmlExecutor) -> list[Shape]:
-    return list(executor._cache._graphs)
+    return executor._cache.shapes
 
 
 def test_one_batch_equals_token_by_token(rig: Rig, options: dict[str, Any]) -> None:

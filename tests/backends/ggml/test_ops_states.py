@@ -40,7 +40,7 @@ def test_one_graph_serves_all_rows(opened: list[Bench]) -> None:
         close_to(got, np.concatenate([y for y, _ in expected]))
         left = all_states(bench)[plan.states.targets, OTHER:]
         close_to(left, np.array([state for _, state in expected]))
-    assert len(executor._cache._graphs) == 1
+    assert len(executor._cache.shapes) == 1
 
 
 def test_the_number_of_sequences_is_part_of_a_graph_s_shape(opened: list[Bench]) -> None:

@@ -87,7 +87,7 @@ def test_a_failure_is_told_and_the_next_run_works(
     seen: list[GraphTimes] = []
     executor.watch(seen.append)
     with monkeypatch.context() as patch:
-        patch.setattr(rig.backend.api, "ggml_backend_graph_compute", lambda *_: 1)
+        patch.setattr(rig.backend.api, "ggml_graph_compute", lambda *_: 1)
         with pytest.raises(ComputeError, match="aborted"):
             executor.run(causal_plan(TOKENS))
     assert seen == []

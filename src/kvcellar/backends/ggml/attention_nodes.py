@@ -14,6 +14,7 @@ from kvcellar.backends.ggml.binding import ALL_THREADS, PREC_F32, TYPE_F32, tens
 from kvcellar.backends.ggml.inputs import GroupInputs
 from kvcellar.backends.ggml.jit.attention import AttentionKernel
 from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.backends.ggml.pieces import Pieces
 from kvcellar.backends.ggml.store import GgmlStore
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellPlan
@@ -26,6 +27,7 @@ class GroupAttention:
     """Makes the attention of one group of layers.
 
     Args:
+        pieces: what makes large nodes in pieces.
         nodes: what makes nodes.
         store: the group's K and V.
         inputs: the group's input tensors.
@@ -38,6 +40,7 @@ class GroupAttention:
 
     def __init__(
         self,
+        pieces: Pieces,
         nodes: Nodes,
         store: GgmlStore,
         inputs: GroupInputs,
@@ -46,6 +49,7 @@ class GroupAttention:
     ) -> None:
         if plan.lists is not None and kernel is None:
             raise NotSupported("a plan with lists of cells, but no kernel that reads them")
+        self._pieces = pieces
         self._nodes = nodes
         self._store = store
         self._inputs = inputs
@@ -110,11 +114,21 @@ class GroupAttention:
             values = nodes.cont(nodes.transpose(self._channels_by_head(layer)))
         else:
             values = self._values_by_head(layer)
-        q, mask = nodes.permute(q, 0, 2, 1, 3), self._inputs.mask
-        out = nodes.flash_attn_ext(q, keys, values, mask, scale, 0.0, softcap)
-        nodes.api.ggml_flash_attn_ext_set_prec(out, PREC_F32)
-        if sinks is not None:
-            nodes.api.ggml_flash_attn_ext_add_sinks(out, sinks)
+        mask, pieces, n_head = self._inputs.mask, self._pieces, tensor_at(q).ne[1]
+        assert mask is not None, "a plan without lists has a mask"
+
+        def attend(start: int, count: int) -> int:
+            queries = nodes.permute(pieces.outer(q, start, count), 0, 2, 1, 3)
+            seen = pieces.columns(mask, start, count)
+            out = nodes.flash_attn_ext(queries, keys, values, seen, scale, 0.0, softcap)
+            nodes.api.ggml_flash_attn_ext_set_prec(out, PREC_F32)
+            if sinks is not None:
+                nodes.api.ggml_flash_attn_ext_add_sinks(out, sinks)
+            return nodes.reshape_2d(out, shape.head_dim_v * n_head, count)
+
+        d, n = shape.head_dim_k + shape.head_dim_v, self._n_tokens
+        flat = pieces.join(n, 2 * d * n_head * self._n_kv * n, attend)
+        out = nodes.reshape_3d(flat, shape.head_dim_v, n_head, n)
         return nodes.flat(nodes.mix(out, mixed))
 
     def _attend_by_products(

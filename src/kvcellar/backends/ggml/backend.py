@@ -5,84 +5,90 @@ contexts of one model share it, with its scratch memory: graphs are computed one
 
 Threads do not survive a fork, and a lock that one of them held stays locked. So a forked process
 starts its own threads when it first computes, has its own lock, and never touches its parent's.
+
+A computation that may take long runs on a helper thread while the calling one waits in Python, so
+that Ctrl-C and other exceptions end it: after the node that is being computed. One of a token runs
+on the calling thread, since handing it over takes as long as a small model's layer.
 """
 
 from __future__ import annotations
 
-import ctypes as c
 import os
-import threading
+from functools import partial
 
-from kvcellar.backends.checks import MAX_THREADS, check_threads
+from kvcellar.backends.checks import check_threads
+from kvcellar.backends.ggml.aside import Aside, Stop
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.errors import ClosedError, ComputeError, LibraryError
-
-
-def default_threads() -> int:
-    """The processors that this process may use, as far as ggml can."""
-    if hasattr(os, "sched_getaffinity"):
-        return min(MAX_THREADS, max(1, len(os.sched_getaffinity(0))))
-    return min(MAX_THREADS, os.cpu_count() or 1)
+from kvcellar.backends.ggml.session import Session, process_exit
+from kvcellar.backends.threads import default_threads as default_threads
+from kvcellar.errors import ClosedError, ComputeError
 
 
 class GgmlBackend:
     """ggml on the CPU.
 
     Args:
-        n_threads: how many threads compute; all available processors when None.
+        n_threads: how many threads compute; None: :func:`default_threads`.
 
     Raises:
         OptionError: ``n_threads`` is no whole number, or outside [1, 512].
         LibraryError: libggml cannot be used.
+        AllocationError: the threads cannot be had.
     """
-
-    _handle: int | None = None
 
     def __init__(self, n_threads: int | None = None) -> None:
         self.n_threads = check_threads(n_threads) or default_threads()
         self.library: Library = load()
         self.api = self.library.api
-        self._locks: dict[int, threading.Lock] = {}  # by process
-        self._start()
+        self._closed = False
+        self._sessions = {os.getpid(): Session(self.api, self.n_threads)}  # by process
 
-    def _start(self) -> None:
-        """Start threads in this process."""
-        handle = self.api.ggml_backend_cpu_init()
-        if not handle:
-            raise LibraryError("ggml's CPU backend does not start on this processor")
-        params = self.api.ggml_threadpool_params_default(self.n_threads)
-        pool: int | None = self.api.ggml_threadpool_new(c.byref(params))
-        self.api.ggml_backend_cpu_set_n_threads(handle, self.n_threads)
-        self.api.ggml_backend_cpu_set_threadpool(handle, pool)
-        self._handle, self._pool, self._process = handle, pool, os.getpid()
-
-    def compute(self, graph: int) -> None:
+    def compute(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute an allocated graph; calls from several threads take turns.
+
+        Args:
+            graph: the graph.
+            stop: ends it early, which exceptions do then; None: it takes no time worth that.
+            keep: what must live until it has ended.
 
         Raises:
             ComputeError: ggml reports a failure or an abort.
+            AllocationError: the work buffer cannot be had.
+            ClosedError: the backend is closed.
         """
-        process = os.getpid()
-        with self._locks.setdefault(process, threading.Lock()):
-            if self._handle is None:
-                raise ClosedError("the backend is closed")
-            if self._process != process:
-                self._start()
-            status = self.api.ggml_backend_graph_compute(self._handle, graph)
+        session = self._session()
+        if stop is not None or session.turn.locked():
+            stop = stop or Stop()
+            work = partial(session.compute, graph, stop, keep)
+            status = Aside(work, stop.set).run()
+        else:
+            status = session.compute(graph)
         if status == ABORTED:
+            process_exit().check()
             raise ComputeError("the computation was aborted")
         if status != SUCCESS:
             raise ComputeError(f"ggml failed with status {status}: {self.library.take_error()}")
 
-    def close(self) -> None:
-        """Stop the threads; closing twice is fine."""
-        handle, self._handle = self._handle, None
-        if handle is None or self._process != os.getpid():
-            return
-        self.api.ggml_backend_free(handle)
-        if self._pool:
-            self.api.ggml_threadpool_free(self._pool)
+    def settle(self) -> None:
+        """Return when nothing computes: what exceptions left running, above all."""
+        session = self._sessions.get(os.getpid())
+        if session is not None:
+            session.settle()
 
-    def __del__(self) -> None:
-        self.close()
+    def close(self) -> None:
+        """Stop the threads when they have done what they do now; closing twice is fine."""
+        self._closed = True
+        session = self._sessions.pop(os.getpid(), None)
+        if session is not None:
+            session.close()
+
+    def _session(self) -> Session:
+        """The threads of this process."""
+        if self._closed:
+            raise ClosedError("the backend is closed")
+        process = os.getpid()
+        session = self._sessions.get(process)
+        if session is None:
+            session = self._sessions.setdefault(process, Session(self.api, self.n_threads))
+        return session

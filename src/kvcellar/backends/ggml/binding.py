@@ -1,18 +1,22 @@
 """The part of ggml's C interface that kvcellar calls, declared for ctypes; views of its memory.
 
-ggml aborts the process on bad arguments, so callers check first.
+ggml aborts the process on bad arguments, and where it has no memory, so callers check first.
 Sources: ggml.h, ggml-alloc.h, ggml-backend.h, ggml-cpu.h and gguf.h of ggml 0.20.
 """
 
 from __future__ import annotations
 
 import ctypes as c
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcellar.backends.memory import aligned, check_room
+from kvcellar.errors import ClosedError
 
 MAX_DIMS = 4
 MAX_SRC = 10
@@ -109,8 +113,21 @@ class TypeTraits(c.Structure):
     )
 
 
+class GraphPlan(c.Structure):
+    """``struct ggml_cplan``."""
+
+    _fields_ = (
+        ("work_size", c.c_size_t),
+        ("work_data", c.c_void_p),
+        ("n_threads", c.c_int),
+        ("threadpool", c.c_void_p),
+        ("abort_callback", c.c_void_p),
+        ("abort_callback_data", c.c_void_p),
+        ("use_ref", c.c_bool),
+    )
+
+
 LogCallback = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-AbortCallback = c.CFUNCTYPE(c.c_bool, c.c_void_p)
 
 P = c.c_void_p
 I32 = c.c_int
@@ -226,22 +243,16 @@ _BACKEND: dict[str, Signature] = {
     "ggml_backend_buffer_get_size": (SIZE, (P,)),
     "ggml_backend_buffer_clear": (None, (P, c.c_uint8)),
     "ggml_backend_tensor_alloc": (I32, (P, P, P)),
-    "ggml_backend_free": (None, (P,)),
-    "ggml_backend_graph_compute": (I32, (P, P)),
     "ggml_backend_cpu_buffer_type": (P, ()),
     "ggml_backend_cpu_buffer_from_ptr": (P, (P, SIZE)),
     "ggml_threadpool_params_default": (ThreadpoolParams, (I32,)),
 }
 
 _CPU: dict[str, Signature] = {
-    "ggml_backend_cpu_init": (P, ()),
-    "ggml_backend_cpu_set_n_threads": (None, (P, I32)),
-    "ggml_backend_cpu_set_threadpool": (None, (P, P)),
-    "ggml_backend_cpu_set_abort_callback": (None, (P, AbortCallback, P)),
+    "ggml_graph_plan": (GraphPlan, (P, I32, P)),
+    "ggml_graph_compute": (I32, (P, c.POINTER(GraphPlan))),
     "ggml_threadpool_new": (P, (c.POINTER(ThreadpoolParams),)),
     "ggml_threadpool_free": (None, (P,)),
-    "ggml_threadpool_pause": (None, (P,)),
-    "ggml_threadpool_resume": (None, (P,)),
 }
 
 _X86 = "avx avx2 fma f16c bmi2 avx_vnni avx512 avx512_vbmi avx512_vnni avx512_bf16 amx_int8"
@@ -278,28 +289,116 @@ SIGNATURES: Mapping[str, Signature] = MappingProxyType(
 )
 
 
+FREED_BY: Mapping[str, str] = MappingProxyType(
+    {
+        "ggml_init": "ggml_free",
+        "ggml_gallocr_new": "ggml_gallocr_free",
+        "ggml_threadpool_new": "ggml_threadpool_free",
+        "ggml_backend_cpu_buffer_from_ptr": "ggml_backend_buffer_free",
+        "gguf_init_from_buffer": "gguf_free",
+    }
+)
+"""What makes an object of C that must be freed, and what frees it."""
+
+
+class Owned(c.c_void_p):
+    """An object of C that is freed once: by :meth:`close`, or with the last reference to it.
+
+    ctypes makes it while the call that it results from returns, so an exception that comes then
+    frees it too. Functions take it like an address.
+    """
+
+    api: Ggml
+    free: str
+    memory: object = None
+    """What it lies in, if that is ours."""
+    process: int | None = None
+    """The only process that may free it; None: any."""
+
+    @property
+    def address(self) -> int:
+        """Where it is.
+
+        Raises:
+            ClosedError: it was freed; ggml would read whatever is there now.
+        """
+        if self.value is None:
+            raise ClosedError("freed memory of ggml was asked for: its owner is closed")
+        return self.value
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was freed, or C gave nothing."""
+        return self.value is None
+
+    def close(self) -> None:
+        """Free it; closing twice is fine."""
+        pointer, self.value = self.value, None
+        if pointer is not None and self.process in (None, os.getpid()):
+            getattr(self.api, self.free)(pointer)
+        self.memory = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Ggml:
     """The functions of :data:`SIGNATURES`, found in a set of loaded libraries."""
 
     def __init__(self, libraries: list[c.CDLL]) -> None:
         self.missing: list[str] = []
+        self._makers: dict[str, Callable[..., Owned]] = {}
         for name, (restype, argtypes) in SIGNATURES.items():
-            function = _find(libraries, name)
-            if function is None:
+            library = _find(libraries, name)
+            if library is None:
                 self.missing.append(name)
                 continue
-            function.restype = restype
-            function.argtypes = argtypes
-            self.__dict__[name] = function
+            self.__dict__[name] = _declare(library, name, restype, argtypes)
+            if name in FREED_BY:
+                kind = type(Owned.__name__, (Owned,), {"api": self, "free": FREED_BY[name]})
+                self._makers[name] = _declare(library, name, kind, argtypes)
+
+    def make(self, name: str, *args: object) -> Owned:
+        """Call one of :data:`FREED_BY`; the result is closed if C returned nothing.
+
+        Raises:
+            AllocationError: there is little memory left, and ggml would end the process.
+        """
+        check_room(f"what {name} makes")
+        return self._makers[name](*args)
+
+    def context(self, what: str, n_bytes: int) -> Owned:
+        """A ggml context for descriptions of tensors, which take ``n_bytes``.
+
+        Raises:
+            AllocationError: they cannot be had.
+        """
+        memory = aligned(what, n_bytes)
+        made = self.make("ggml_init", InitParams(n_bytes, memory.ctypes.data, True))
+        made.memory = memory
+        return made
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Only reached for names that the libraries lack; tells the type checker the rest."""
         raise AttributeError(f"libggml has no function {name}")
 
 
-def _find(libraries: list[c.CDLL], name: str) -> Any:
-    for library in libraries:
-        function = getattr(library, name, None)
-        if function is not None:
-            return function
-    return None
+def _find(libraries: list[c.CDLL], name: str) -> c.CDLL | None:
+    return next((library for library in libraries if hasattr(library, name)), None)
+
+
+def _declare(library: c.CDLL, name: str, restype: Any, argtypes: tuple[Any, ...]) -> Any:
+    function = library[name]  # a new object each time
+    function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+def byte_test() -> int:
+    """The address of a C function ``bool (*)(void *)``: whether the byte there is not zero.
+
+    The byte behind it must be zero: the function is ``strlen``.
+    """
+    library = c.CDLL("msvcrt") if os.name == "nt" else c.CDLL(None)
+    address = c.cast(library.strlen, c.c_void_p).value
+    assert address is not None
+    return address

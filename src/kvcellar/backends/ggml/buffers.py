@@ -11,6 +11,7 @@ that weights x V is a plain product. Both give the same bytes for the same cells
    a context for long texts costs what is in it.
 2. If an allocation fails, those before it are freed, and the error names buffer and bytes.
 3. Sizes are logged.
+4. Whatever interrupts the making of buffers, they are freed with the last reference.
 
 After each graph the rows that it wrote are looked at (:meth:`KVBuffers.all_finite`). Layers of one
 shape lie equally far apart, so all of them are one array: a look costs as much as for one layer.
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvcellar.backends.base import Part
-from kvcellar.backends.ggml.binding import InitParams, array_at, tensor_at
+from kvcellar.backends.ggml.binding import Owned, array_at, tensor_at
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.memory import ZeroedMemory, check_available
 from kvcellar.errors import AllocationError, NotSupported, OptionError
@@ -53,7 +54,7 @@ class KVBuffers:
     """
 
     def __init__(self, spec: CacheSpec, types: Sequence[BufferType]) -> None:
-        self._contexts: list[int] = []
+        self._contexts: list[Owned] = []
         self.buffers: list[Buffer] = []
         for kind in types:
             if not kind.is_host:
@@ -96,10 +97,7 @@ class KVBuffers:
         while self.buffers:
             self.buffers.pop().close()
         while self._contexts:
-            self._api.ggml_free(self._contexts.pop())
-
-    def __del__(self) -> None:
-        self.close()
+            self._contexts.pop().close()
 
     def _rows(self, tensor: int, *, transposed: bool = False) -> RowMajor | ChannelMajor:
         if tensor == 0:  # V is part of K: rows of no bytes
@@ -140,8 +138,9 @@ class KVBuffers:
     def _declare(self, layers: list[int]) -> int:
         api, spec = self._api, self._spec
         size = (2 * len(layers) + 1) * api.ggml_tensor_overhead()
-        context: int = api.ggml_init(InitParams(size, None, True))
-        self._contexts.append(context)
+        made = api.context(BUFFER, size)
+        self._contexts.append(made)
+        context = made.address
         for i in layers:
             layer = spec.layers[i]
             k = api.ggml_new_tensor_2d(context, spec.type_k.ggml_id, layer.n_embd_k, spec.size)
@@ -262,7 +261,7 @@ class HostBufferType:
     def allocate(self, context: int) -> Buffer | None:
         """A buffer for all tensors of a context, one behind the other."""
         api = load().api
-        unit = api.ggml_backend_buft_get_alignment(api.ggml_backend_cpu_buffer_type())
+        unit: int = api.ggml_backend_buft_get_alignment(api.ggml_backend_cpu_buffer_type())
         tensors, ends = [], [0]
         tensor = api.ggml_get_first_tensor(context)
         while tensor:
@@ -273,7 +272,7 @@ class HostBufferType:
             memory = ZeroedMemory(ends[-1])
         except MemoryError:
             return None
-        handle = api.ggml_backend_cpu_buffer_from_ptr(memory.address, memory.n_bytes)
+        handle = api.make("ggml_backend_cpu_buffer_from_ptr", memory.address, memory.n_bytes)
         for tensor, start in zip(tensors, ends, strict=False):
             api.ggml_backend_tensor_alloc(handle, tensor, memory.address + start)
         return Buffer(handle, memory)
@@ -283,7 +282,7 @@ class HostBufferType:
 class Buffer:
     """A buffer of ggml, and the memory it lies in if ggml does not own that."""
 
-    handle: int
+    handle: Owned
     memory: ZeroedMemory | None = None
 
     def zero(self) -> None:
@@ -295,6 +294,6 @@ class Buffer:
 
     def close(self) -> None:
         """Free both."""
-        load().api.ggml_backend_buffer_free(self.handle)
+        self.handle.close()
         if self.memory is not None:
             self.memory.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcellar.backends.ggml.binding import tensor_at
 from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.backends.ggml.pieces import Pieces
 from kvcellar.backends.operations import ExpertWeights, Routing
 
 SMALLEST_SUM = 6.103515625e-5
@@ -12,17 +13,19 @@ OAI_ALPHA = 1.702
 OAI_LIMIT = 7.0
 
 
-def mixture(nodes: Nodes, x: int, weights: ExpertWeights[int], routing: Routing) -> int:
+def mixture(
+    pieces: Pieces, nodes: Nodes, x: int, weights: ExpertWeights[int], routing: Routing
+) -> int:
     """The best experts of each token of ``[n, n_embd]``, weighted and summed."""
     n_embd, n = tensor_at(x).ne[:2]
     chosen, shares = _route(nodes, x, weights, routing)
     column = nodes.reshape_3d(nodes.dense(x), n_embd, 1, n)
-    gate, up = _gate_and_up(nodes, column, weights, chosen)
+    gate, up = _gate_and_up(pieces, nodes, column, weights, chosen)
     if routing.activation == "swiglu_oai":
         hidden = nodes.swiglu_oai(gate, up, OAI_ALPHA, OAI_LIMIT)
     else:
         hidden = nodes.swiglu_split(gate, up)
-    parts = _product(nodes, hidden, weights.down, weights.down_scale, chosen)
+    parts = _product(pieces, nodes, hidden, weights.down, weights.down_scale, chosen)
     parts = _biased(nodes, parts, weights.down_bias, chosen)
     return _sum(nodes, nodes.mul(parts, shares))
 
@@ -56,29 +59,39 @@ def _route(nodes: Nodes, x: int, weights: ExpertWeights[int], routing: Routing) 
 
 
 def _gate_and_up(
-    nodes: Nodes, column: int, weights: ExpertWeights[int], chosen: int
+    pieces: Pieces, nodes: Nodes, column: int, weights: ExpertWeights[int], chosen: int
 ) -> tuple[int, int]:
     """Both ``[n, n_used, n_ff]``."""
     if weights.gate_up is not None:
-        both = _product(nodes, column, weights.gate_up, weights.gate_up_scale, chosen)
+        both = _product(pieces, nodes, column, weights.gate_up, weights.gate_up_scale, chosen)
         struct = tensor_at(both)
         ne, nb = (struct.ne[0] // 2, *struct.ne[1:3]), struct.nb[1:3]
         gate, up = (nodes.view_3d(both, *ne, *nb, i * ne[0] * struct.nb[0]) for i in range(2))
     else:
         assert weights.gate is not None
         assert weights.up is not None
-        gate = _product(nodes, column, weights.gate, weights.gate_scale, chosen)
-        up = _product(nodes, column, weights.up, weights.up_scale, chosen)
+        gate = _product(pieces, nodes, column, weights.gate, weights.gate_scale, chosen)
+        up = _product(pieces, nodes, column, weights.up, weights.up_scale, chosen)
     gate = _biased(nodes, gate, weights.gate_bias, chosen)
     return gate, _biased(nodes, up, weights.up_bias, chosen)
 
 
-def _product(nodes: Nodes, x: int, matrices: int, scales: int | None, chosen: int) -> int:
+def _product(
+    pieces: Pieces, nodes: Nodes, x: int, matrices: int, scales: int | None, chosen: int
+) -> int:
     """Each chosen expert's product ``[n, n_used, n_out]``, times its scale."""
-    product = nodes.mul_mat_id(matrices, x, chosen)
+    (n_in, n_out), (n_used, n) = tensor_at(matrices).ne[:2], tensor_at(chosen).ne[:2]
+
+    def multiply(start: int, count: int) -> int:
+        experts = pieces.columns(chosen, start, count)
+        product = nodes.mul_mat_id(matrices, pieces.outer(x, start, count), experts)
+        return nodes.reshape_2d(product, n_out * n_used, count)
+
+    flat = pieces.join(n, 2 * n_in * n_out * n_used * n, multiply)
+    product = nodes.reshape_3d(flat, n_out, n_used, n)
     if scales is None:
         return product
-    n_expert, (n_used, n) = tensor_at(scales).ne[0], tensor_at(chosen).ne[:2]
+    n_expert = tensor_at(scales).ne[0]
     by_token = nodes.repeat_4d(nodes.reshape_3d(scales, 1, n_expert, 1), 1, n_expert, n, 1)
     taken = nodes.get_rows(by_token, chosen)
     return nodes.mul(product, nodes.reshape_3d(taken, 1, n_used, n))

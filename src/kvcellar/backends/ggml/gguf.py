@@ -6,18 +6,23 @@ file, that arrays are of a sane size) is checked here, since a damaged file must
 
 from __future__ import annotations
 
+import errno
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, InitParams, array_at
+from kvcellar.backends.ggml.binding import TYPE_F32, Ggml, GgufInitParams, Owned, array_at
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.errors import ModelFileError, UnsupportedModel
+from kvcellar.backends.memory import check_room
+from kvcellar.errors import AllocationError, ClosedError, ModelFileError, UnsupportedModel
+from kvcellar.files import FileStamp, open_regular, why
+from kvcellar.types import ByteArray
 
 _STRING, _ARRAY = 8, 9
 _DTYPES: Mapping[int, type[np.generic]] = MappingProxyType(
@@ -52,61 +57,75 @@ class TensorInfo:
 class GgufFile:
     """An open GGUF file.
 
+    It stays mapped until it is closed or dropped, and as long as there are views of its data.
+
     Attributes:
         path: the file.
+        stamp: its stamp when it was opened.
         metadata: key to int, float, bool, str, list of str, or NumPy array.
         tensors: name to place.
-        address: where its first byte is in memory; valid as long as this object lives.
-        data: its bytes, ``[n_bytes]``; valid as long.
+        address: where its first byte is in memory, until it is closed.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._map = _map_file(self.path)
-        self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
-        self.data = array_at(self.address, np.uint8, (len(self._map),))
-        try:
-            self._parse(load())
-        except BaseException:
-            self._map.close()
-            raise
+        data, self.stamp = _map_file(self.path)
+        self._data: ByteArray | None = data
+        self.address: int = self.data.ctypes.data
+        self._parse(load())
+
+    @property
+    def data(self) -> ByteArray:
+        """Its bytes, ``[n_bytes]``; a view, which keeps them mapped."""
+        if self._data is None:
+            raise ClosedError(f"{self.path} is closed with its model")
+        return self._data
+
+    def close(self) -> None:
+        """Unmap the file as soon as nobody has a view of it; closing twice is fine."""
+        self._data = None
 
     def _parse(self, library: Library) -> None:
-        api = library.api
+        api, n_bytes = library.api, len(self.data)
+        check_room("the header of a model file", min(n_bytes * _HEADER_FACTOR, _LARGEST_HEADER))
         params = GgufInitParams(no_alloc=True, ctx=None)
-        handle = api.gguf_init_from_buffer(self.address, len(self._map), params)
-        if not handle:
+        handle = api.make("gguf_init_from_buffer", self.address, n_bytes, params)
+        if handle.is_closed:
             reason = library.take_error() or "the header does not parse"
             raise ModelFileError(f"{self.path} is not a usable GGUF file: {reason}")
-        try:
-            self.metadata = MappingProxyType(_read_metadata(api, handle))
-            self.tensors = MappingProxyType(_read_tensors(api, handle))
-        finally:
-            api.gguf_free(handle)
-        self._check_extent()
+        self.metadata = MappingProxyType(_read_metadata(api, handle))
+        self.tensors = MappingProxyType(_read_tensors(api, handle))
+        handle.close()
+        self._check_extent(n_bytes)
 
-    def _check_extent(self) -> None:
+    def _check_extent(self, n_bytes: int) -> None:
         end = max((t.offset + t.n_bytes for t in self.tensors.values()), default=0)
-        if end > len(self._map):
+        if end > n_bytes:
             raise ModelFileError(
                 f"{self.path} is truncated: its tensors end at byte {end}, the file at "
-                f"{len(self._map)}; download it again"
+                f"{n_bytes}; download it again"
             )
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> tuple[ByteArray, FileStamp]:
+    """The bytes of a file, mapped as long as there is a view of them, and its stamp."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            stamp = FileStamp.of(file)
             magic = file.read(4)
             if magic != b"GGUF":
                 raise ModelFileError(f"{path} is not a GGUF file: it begins with {magic!r}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelFileError(f"cannot open {path}: {reason}") from error
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return np.frombuffer(mapped, np.uint8), stamp
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise AllocationError(f"mapping {path}", path.stat().st_size, _FREE_MEMORY) from None
+        raise ModelFileError(f"cannot open {path}: {why(error)}") from error
+    except ValueError as error:  # it became empty just now
+        raise ModelFileError(f"cannot map {path}: {error}") from error
 
 
-def _read_metadata(api: Ggml, handle: int) -> dict[str, object]:
+def _read_metadata(api: Ggml, handle: Owned) -> dict[str, object]:
     values: dict[str, object] = {}
     for i in range(api.gguf_get_n_kv(handle)):
         key = api.gguf_get_key(handle, i).decode("utf-8", "replace")
@@ -114,7 +133,7 @@ def _read_metadata(api: Ggml, handle: int) -> dict[str, object]:
     return values
 
 
-def _read_value(api: Ggml, handle: int, i: int) -> object:
+def _read_value(api: Ggml, handle: Owned, i: int) -> object:
     kind = api.gguf_get_kv_type(handle, i)
     if kind == _ARRAY:
         return _read_array(api, handle, i)
@@ -124,7 +143,7 @@ def _read_value(api: Ggml, handle: int, i: int) -> object:
     return value
 
 
-def _read_array(api: Ggml, handle: int, i: int) -> object:
+def _read_array(api: Ggml, handle: Owned, i: int) -> object:
     kind = api.gguf_get_arr_type(handle, i)
     n = api.gguf_get_arr_n(handle, i)
     if kind == _STRING:
@@ -138,7 +157,7 @@ def _read_array(api: Ggml, handle: int, i: int) -> object:
     return array_at(api.gguf_get_arr_data(handle, i), _DTYPES[kind], (n,)).copy()
 
 
-def _read_tensors(api: Ggml, handle: int) -> dict[str, TensorInfo]:
+def _read_tensors(api: Ggml, handle: Owned) -> dict[str, TensorInfo]:
     start = api.gguf_get_data_offset(handle)
     infos: dict[str, TensorInfo] = {}
     for i in range(api.gguf_get_n_tensors(handle)):
@@ -164,7 +183,18 @@ def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _ALIGNMENT = 32  # what ggml's CPU buffers ask for
+_HEADER_FACTOR, _LARGEST_HEADER = 8, 2**28
+"""A header takes at most eight times its bytes when it is read: a string of a few bytes becomes an
+object of 32, and a list is copied while it grows. Vocabularies of 10 MiB are large already."""
+_FREE_MEMORY = "close other models, or raise the limit of this process"
 _UNUSABLE = frozenset({"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K"})  # no product exists
+
+
+class _Weight(NamedTuple):
+    """A tensor, and the ggml context it is in: it is known as a whole or not at all."""
+
+    tensor: int
+    context: Owned
 
 
 class GgmlWeights:
@@ -173,19 +203,18 @@ class GgmlWeights:
     The file stays mapped until :meth:`close`; pages are read when first used.
     """
 
-    _context: int | None = None
-
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._api = load().api
-        self._tensors: dict[str, int] = {}
+        self._tensors: dict[str, _Weight] = {}
         self._check_alignment()
-        n = len(file.tensors)
-        size = (n + 1) * self._api.ggml_tensor_overhead()
-        self._context = self._api.ggml_init(InitParams(size, None, True))
-        self._buffer: int | None = self._api.ggml_backend_cpu_buffer_from_ptr(
-            file.address, len(file.data)
+        self._buffer = self._api.make(
+            "ggml_backend_cpu_buffer_from_ptr", file.address, len(file.data)
         )
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that the file has."""
+        return self._file.tensors.keys()
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor."""
@@ -209,20 +238,14 @@ class GgmlWeights:
     def values(self, name: str, n: int) -> tuple[float, ...]:
         """The numbers of a small f32 tensor; see ``Weights.values``."""
         info = self._f32(name, n)
-        data = array_at(self._file.address + info.offset, "f4", (n,))
+        data = self._file.data[info.offset : info.offset + info.n_bytes].view("f4")
         return tuple(float(x) for x in data)
 
     def close(self) -> None:
         """Free the tensors and unmap the file; closing twice is fine."""
-        if self._context is None:
-            return
-        self._api.ggml_free(self._context)
-        self._api.ggml_backend_buffer_free(self._buffer)
-        self._context = self._buffer = None
-        self._tensors.clear()
-
-    def __del__(self) -> None:
-        self.close()
+        self._tensors = {}
+        self._buffer.close()
+        self._file.close()
 
     def _check_alignment(self) -> None:
         for info in self._file.tensors.values():
@@ -252,10 +275,14 @@ class GgmlWeights:
 
     def _tensor(self, info: TensorInfo) -> int:
         if info.name not in self._tensors:
-            ne = [*reversed(info.shape), 1, 1, 1][:4]
-            tensor = self._api.ggml_new_tensor_4d(self._context, info.ggml_type, *ne)
-            self._api.ggml_set_name(tensor, info.name.encode()[:63])
-            address = self._file.address + info.offset
-            self._api.ggml_backend_tensor_alloc(self._buffer, tensor, address)
-            self._tensors[info.name] = tensor
-        return self._tensors[info.name]
+            self._tensors[info.name] = self._make(info)
+        return self._tensors[info.name].tensor
+
+    def _make(self, info: TensorInfo) -> _Weight:
+        api, buffer = self._api, self._buffer.address
+        context = api.context(f"tensor {info.name}", 2 * api.ggml_tensor_overhead())
+        ne = [*reversed(info.shape), 1, 1, 1][:4]
+        tensor: int = api.ggml_new_tensor_4d(context, info.ggml_type, *ne)
+        api.ggml_set_name(tensor, info.name.encode()[:63])
+        api.ggml_backend_tensor_alloc(buffer, tensor, self._file.address + info.offset)
+        return _Weight(tensor, context)

@@ -23,6 +23,7 @@ class GgmlModelFile:
     def __init__(self, path: str | Path, n_threads: int | None = None) -> None:
         self._file = file = GgufFile(path)
         self.path = file.path
+        self.stamp = file.stamp
         self.metadata: Mapping[str, object] = file.metadata
         self.weights = GgmlWeights(file)
         self.weight_bytes = sum(info.n_bytes for info in file.tensors.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,14 +16,16 @@ from kvcellar.backends.ggml.binding import (
     HINT_HADAMARD,
     ROPE_MODES,
     TYPE_F32,
+    TYPE_I64,
     Ggml,
-    InitParams,
-    array_at,
+    Owned,
     tensor_at,
 )
 from kvcellar.backends.hadamard import hadamard
-from kvcellar.errors import AllocationError
-from kvcellar.types import Float32Array, RopeSpec
+from kvcellar.backends.memory import aligned
+from kvcellar.types import Float32Array, Int64Array, RopeSpec
+
+_SHORTEST_ORDER = 2**12
 
 
 class Nodes:
@@ -100,6 +103,10 @@ class Nodes:
             spec.beta_slow,
         )
 
+    def order(self, n: int) -> int:
+        """Numbers from 0 to n at least, as i64."""
+        return self._constants.order(n)
+
     def mix(self, x: int, size: int) -> int:
         """Apply the Hadamard transform to each run of ``size`` values of ``[n, n_head, d]``.
 
@@ -114,47 +121,67 @@ class Nodes:
         return self.reshape_3d(mixed, d, n_head, n)
 
 
+class Constant(NamedTuple):
+    """A tensor in memory of its own."""
+
+    tensor: int
+    context: Owned
+    buffer: Owned
+
+    @classmethod
+    def of(cls, api: Ggml, values: Float32Array | Int64Array) -> Constant:
+        """A tensor of these values.
+
+        Raises:
+            AllocationError: there is no memory for it.
+        """
+        what = "a constant tensor"
+        memory = aligned(what, values.nbytes)
+        memory.view(values.dtype)[:] = values.reshape(-1)
+        address = memory.ctypes.data
+        context = api.context(what, 2 * api.ggml_tensor_overhead())
+        buffer = api.make("ggml_backend_cpu_buffer_from_ptr", address, values.nbytes)
+        buffer.memory = memory
+        ne = [*reversed(values.shape), 1][:2]
+        kind = TYPE_I64 if values.dtype == np.int64 else TYPE_F32
+        tensor: int = api.ggml_new_tensor_2d(context, kind, *ne)
+        api.ggml_backend_tensor_alloc(buffer, tensor, address)
+        return cls(tensor, context, buffer)
+
+
 class Constants:
-    """Small f32 tensors that graphs only read; each is made once and kept until :meth:`close`."""
+    """Small tensors that graphs only read; each is made once and kept until :meth:`close`.
+
+    One is kept as a whole or not at all, whatever interrupts the making.
+    """
 
     def __init__(self, api: Ggml) -> None:
         self._api = api
-        self._tensors: dict[object, int] = {}
-        self._owned: list[tuple[int, int]] = []  # context, buffer
+        self._made: dict[object, Constant] = {}
 
     def factors(self, values: tuple[float, ...]) -> int:
         """A vector of RoPE factors."""
-        if values not in self._tensors:
-            self._tensors[values] = self._make(np.asarray(values, np.float32))
-        return self._tensors[values]
+        if values not in self._made:
+            self._made[values] = Constant.of(self._api, np.asarray(values, np.float32))
+        return self._made[values].tensor
 
     def hadamard(self, size: int) -> int:
         """The Hadamard matrix of that size."""
-        if size not in self._tensors:
-            self._tensors[size] = self._make(hadamard(size))
-        return self._tensors[size]
+        if size not in self._made:
+            self._made[size] = Constant.of(self._api, hadamard(size))
+        return self._made[size].tensor
+
+    def order(self, n: int) -> int:
+        """Numbers from 0 to n at least, as i64."""
+        size = max(_SHORTEST_ORDER, 1 << (n - 1).bit_length())
+        key = ("order", size)
+        if key not in self._made:
+            self._made[key] = Constant.of(self._api, np.arange(size))
+        return self._made[key].tensor
 
     def close(self) -> None:
         """Free all tensors; closing twice is fine."""
-        while self._owned:
-            context, buffer = self._owned.pop()
-            self._api.ggml_backend_buffer_free(buffer)
-            self._api.ggml_free(context)
-        self._tensors.clear()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _make(self, values: Float32Array) -> int:
-        api = self._api
-        context = api.ggml_init(InitParams(2 * api.ggml_tensor_overhead(), None, True))
-        ne = [*reversed(values.shape), 1][:2]
-        tensor: int = api.ggml_new_tensor_2d(context, TYPE_F32, *ne)
-        kind = api.ggml_backend_cpu_buffer_type()
-        buffer = api.ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
-        if not buffer:
-            api.ggml_free(context)
-            raise AllocationError("a constant tensor", values.nbytes)
-        self._owned.append((context, buffer))
-        array_at(tensor_at(tensor).data, np.float32, values.shape)[:] = values
-        return tensor
+        while self._made:
+            constant = self._made.popitem()[1]
+            constant.buffer.close()
+            constant.context.close()

@@ -4,13 +4,15 @@ Tensors are C addresses. ggml counts axes from the innermost, so ``[n, n_head, d
 ``ne = (d, n_head, n)`` there. Pieces of a tensor are views of it; they are copied only where a
 function of ggml needs its values side by side.
 
-Products with weights are computed by our own code where it suits, else by ggml.
+Products with weights are computed by our own code where it suits, else by ggml; large ones in
+pieces.
 """
 
 from __future__ import annotations
 
 import ctypes as c
 from collections.abc import Sequence
+from functools import partial
 
 from kvcellar.backends.ggml.attention_nodes import GroupAttention
 from kvcellar.backends.ggml.binding import ALL_THREADS, TYPE_F32, TYPE_I32, tensor_at
@@ -20,6 +22,7 @@ from kvcellar.backends.ggml.jit.product import Products
 from kvcellar.backends.ggml.jit.product_formats import FORMATS, RECORD, VALUES
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Nodes
+from kvcellar.backends.ggml.pieces import Pieces
 from kvcellar.backends.ggml.states import GgmlStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Routing
 from kvcellar.errors import NotSupported
@@ -37,14 +40,22 @@ class GgmlOps:
 
     n_positions: int | None = None
 
-    def __init__(self, nodes: Nodes, inputs: Inputs, memory: GgmlMemory, plan: Plan) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        inputs: Inputs,
+        memory: GgmlMemory,
+        plan: Plan,
+        n_threads: int = 1,
+    ) -> None:
         self._nodes = nodes
+        self._pieces = pieces = Pieces(nodes, n_threads)
         self._inputs = inputs
         self._memory = memory
         self._has_ended = False
         self._records: dict[int, int] = {}  # by activations, which are quantised once for all
         parts = zip(memory.groups, inputs.groups, plan.groups, memory.kernels, strict=True)
-        self._groups = [GroupAttention(nodes, *part) for part in parts]
+        self._groups = [GroupAttention(pieces, nodes, *part) for part in parts]
         self.plan = plan
 
     def embed(self, table: int) -> int:
@@ -55,11 +66,16 @@ class GgmlOps:
 
     def linear(self, x: int, weight: int, bias: int | None = None) -> int:
         """``x @ weight.T + bias``."""
-        ours = self._memory.products
+        ours, (n_in, n_out), n = (
+            self._memory.products,
+            tensor_at(weight).ne[:2],
+            tensor_at(x).ne[1],
+        )
         if ours is not None and ours.suits(tensor_at(x), tensor_at(weight)):
-            y = self._multiply(ours, x, weight)
+            multiply = partial(self._multiply, ours, self._record(ours, x), weight)
         else:
-            y = self._nodes.mul_mat(weight, x)
+            multiply = partial(self._multiply_ggml, x, weight)
+        y = self._pieces.join(n, 2 * n_in * n_out * n, multiply)
         return y if bias is None else self._nodes.add(y, bias)
 
     def rms_norm(self, x: int, weight: int, eps: float) -> int:
@@ -109,7 +125,7 @@ class GgmlOps:
 
     def experts(self, x: int, weights: ExpertWeights[int], routing: Routing = ROUTING) -> int:
         """The best ``n_used`` experts of each token, weighted."""
-        return mixture(self._nodes, x, weights, routing)
+        return mixture(self._pieces, self._nodes, x, weights, routing)
 
     # -- norms and activations
 
@@ -159,7 +175,9 @@ class GgmlOps:
     def linear_heads(self, x: int, weight: int) -> int:
         """A product a head: x ``[n, n_head, n_in]``, weight ``[n_head, n_out, n_in]``."""
         by_head = self._nodes.permute(x, 0, 2, 1, 3)
-        product = self._nodes.mul_mat(weight, by_head)
+        (n_in, n_out, n_head), n = tensor_at(weight).ne[:3], tensor_at(by_head).ne[1]
+        multiply = partial(self._multiply_ggml, by_head, weight)
+        product = self._pieces.join(n, 2 * n_in * n_out * n_head * n, multiply)
         return self._nodes.permute(product, 0, 2, 1, 3)
 
     def embed_positions(self, table: int) -> int:
@@ -199,17 +217,25 @@ class GgmlOps:
             raise NotSupported("a recurrent layer, but a plan or a memory without states")
         return self._memory.states, self._inputs.states
 
-    # -- products that our own code computes
+    # -- products of some tokens
 
-    def _multiply(self, ours: Products, x: int, weight: int) -> int:
-        rows, n = tensor_at(weight), tensor_at(x).ne[1]
+    def _multiply_ggml(self, x: int, weight: int, start: int, count: int) -> int:
+        return self._nodes.mul_mat(weight, self._pieces.columns(x, start, count))
+
+    def _record(self, ours: Products, x: int) -> int:
+        """The activations as our own code takes them."""
+        n = tensor_at(x).ne[1]
         if x not in self._records:
-            width = rows.ne[0] // VALUES * RECORD // c.sizeof(c.c_int32)
+            width = tensor_at(x).ne[0] // VALUES * RECORD // c.sizeof(c.c_int32)
             record = self._custom(TYPE_I32, width, n, [x], ours.quantise(), None)
             self._nodes.api.ggml_set_name(record, b"QUANTISE")
             self._records[x] = record
-        sources, function = [weight, self._records[x]], ours.multiply(rows, n)
-        node = self._custom(TYPE_F32, rows.ne[1], n, sources, function, ours.task)
+        return self._records[x]
+
+    def _multiply(self, ours: Products, record: int, weight: int, start: int, count: int) -> int:
+        rows, function = tensor_at(weight), ours.multiply(tensor_at(weight), count)
+        sources = [weight, self._pieces.columns(record, start, count)]
+        node = self._custom(TYPE_F32, rows.ne[1], count, sources, function, ours.task)
         self._nodes.api.ggml_set_name(node, f"PRODUCT {FORMATS[rows.type].name}".encode())
         return node
 

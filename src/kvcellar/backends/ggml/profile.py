@@ -11,8 +11,9 @@ from collections.abc import Callable
 from time import perf_counter
 
 from kvcellar.backends.base import GraphTimes, OpTime
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.backend import GgmlBackend
-from kvcellar.backends.ggml.binding import InitParams, Tensor, tensor_at
+from kvcellar.backends.ggml.binding import Tensor, tensor_at
 
 VIEWS = "views"
 _NO_WORK = ("NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE")
@@ -22,19 +23,19 @@ _OF_WEIGHTS = ("MUL_MAT", "MUL_MAT_ID")
 class GraphProfiler:
     """Computes graphs like the backend, and tells a watcher how long each took."""
 
-    _context: int | None = None
-
     def __init__(self, backend: GgmlBackend, watch: Callable[[GraphTimes], None]) -> None:
         self._backend = backend
         self._api = backend.api
         self._watch = watch
         self._last_split: int | None = None
         size = self._api.ggml_graph_overhead_custom(1, False)
-        self._context = self._api.ggml_init(InitParams(size, None, True))
-        self._one = self._api.ggml_new_graph_custom(self._context, 1, False)
+        self._context = self._api.context("a graph of one node", size)
+        self._one: int = self._api.ggml_new_graph_custom(self._context, 1, False)
 
-    def compute(self, graph: int) -> None:
+    def compute(self, graph: int, *, stop: Stop | None = None, keep: object = None) -> None:
         """Compute an allocated graph, node by node or whole in turns.
+
+        Arguments are those of ``GgmlBackend.compute``; between nodes, exceptions come anyway.
 
         Raises:
             ComputeError: ggml reports a failure or an abort.
@@ -43,7 +44,7 @@ class GraphProfiler:
         whole, self._last_split = graph == self._last_split, None
         begin = perf_counter()
         if whole:
-            self._backend.compute(graph)
+            self._backend.compute(graph, stop=stop, keep=keep)
         else:
             ops = self._compute_nodes(graph)
             self._last_split = graph
@@ -51,12 +52,7 @@ class GraphProfiler:
 
     def close(self) -> None:
         """Free its graph; closing twice is fine."""
-        if self._context is not None:
-            self._api.ggml_free(self._context)
-            self._context = None
-
-    def __del__(self) -> None:
-        self.close()
+        self._context.close()
 
     def _compute_nodes(self, graph: int) -> dict[str, OpTime]:
         found: dict[str, OpTime] = {}

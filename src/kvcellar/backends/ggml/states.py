@@ -13,21 +13,36 @@ since the node that writes is made of the node that read.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvcellar.backends.ggml.binding import TYPE_F32, InitParams, array_at, tensor_at
+from kvcellar.backends.ggml.binding import TYPE_F32, Owned, array_at, tensor_at
 from kvcellar.backends.ggml.buffers import Buffer, BufferType, HostBufferType
 from kvcellar.backends.ggml.inputs import StateInputs
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.nodes import Nodes
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, not_copied
 from kvcellar.types import Float32Array, Int64Array, StateSpec
 
 BUFFER = "the state buffer"
 _FLOAT = 4
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """Allocated states."""
+
+    context: Owned
+    buffer: Buffer | None
+    parts: list[Float32Array]  # in the order of a state's values
+
+    def close(self) -> None:
+        if self.buffer is not None:
+            self.buffer.close()
+        self.context.close()
 
 
 class GgmlStateStore:
@@ -42,28 +57,25 @@ class GgmlStateStore:
         AllocationError: the buffer cannot be had; nothing is left behind.
     """
 
-    _context: int | None = None
-    _buffer: Buffer | None = None
+    __reduce_ex__ = not_copied(
+        "a GgmlStateStore", "make another, and move rows with their read and write methods"
+    )
 
     def __init__(self, spec: StateSpec, buffer_type: BufferType | None = None) -> None:
         self.spec = spec
         self._api = load().api
         self.conv: list[int] = []
         self.ssm: list[int] = []
-        self._open: list[Float32Array] | None = []  # in the order of a state's values
         n_bytes = (spec.n_rows + 1) * spec.row_bytes
         check_available(BUFFER, n_bytes)
-        try:
-            self._allocate(HostBufferType() if buffer_type is None else buffer_type, n_bytes)
-        except BaseException:
-            self.close()
-            raise
+        kind = HostBufferType() if buffer_type is None else buffer_type
+        self._open: _Open | None = self._allocate(kind, n_bytes)
 
     @property
     def _parts(self) -> list[Float32Array]:
         if self._open is None:
             raise ClosedError(f"{BUFFER} is closed with its context")
-        return self._open
+        return self._open.parts
 
     def read(self, rows: Int64Array) -> Float32Array:
         """The states in rows, ``[n, row_bytes / 4]``: layer by layer n_conv, then n_ssm values."""
@@ -89,38 +101,39 @@ class GgmlStateStore:
 
     def close(self) -> None:
         """Free the buffer; closing twice is fine."""
-        self._open = None
-        if self._buffer is not None:
-            self._buffer.close()
-        if self._context is not None:
-            self._api.ggml_free(self._context)
-        self._buffer = self._context = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _allocate(self, kind: BufferType, n_bytes: int) -> None:
+    def _allocate(self, kind: BufferType, n_bytes: int) -> _Open:
         size = (2 * len(self.spec.layers) + 1) * self._api.ggml_tensor_overhead()
-        self._context = self._api.ggml_init(InitParams(size, None, True))
+        context = self._api.context(BUFFER, size)
+        try:
+            return self._fill(context, kind, n_bytes)
+        except BaseException:
+            context.close()
+            raise
+
+    def _fill(self, context: Owned, kind: BufferType, n_bytes: int) -> _Open:
         for i, layer in enumerate(self.spec.layers):
-            self.conv.append(self._declare(f"cache_r_l{i}", layer.n_conv))
-            self.ssm.append(self._declare(f"cache_s_l{i}", layer.n_ssm))
-        if n_bytes == 0:  # ggml takes a context without tensors for a failure
-            return
-        assert self._context is not None
-        self._buffer = kind.allocate(self._context)
-        if self._buffer is None:
+            self.conv.append(self._declare(context, f"cache_r_l{i}", layer.n_conv))
+            self.ssm.append(self._declare(context, f"cache_s_l{i}", layer.n_ssm))
+        if n_bytes == 0:  # there are no tensors
+            return _Open(context, None, [])
+        buffer = kind.allocate(context.address)
+        if buffer is None:
             raise AllocationError(f"{BUFFER} in {kind.name} memory", n_bytes)
         pairs = zip(self.conv, self.ssm, strict=True)
-        self._open = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
+        parts = [_rows(tensor) for pair in pairs for tensor in pair if tensor]
         _log.info("%s state buffer: %.2f MiB", kind.name, n_bytes / 2**20)
+        return _Open(context, buffer, parts)
 
-    def _declare(self, name: str, n: int) -> int:
+    def _declare(self, context: Owned, name: str, n: int) -> int:
         """A tensor of n values a row; 0 for none."""
         if n == 0:
             return 0
         n_rows = self.spec.n_rows + 1
-        tensor: int = self._api.ggml_new_tensor_2d(self._context, TYPE_F32, n, n_rows)
+        tensor: int = self._api.ggml_new_tensor_2d(context, TYPE_F32, n, n_rows)
         self._api.ggml_set_name(tensor, name.encode())
         return tensor
 

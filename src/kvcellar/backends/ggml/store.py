@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from kvcellar.backends.checks import check_rows, check_types, not_finite
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.buffers import BUFFER, BufferType, KVBuffers, layer_buffer_types
 from kvcellar.backends.ggml.library import load
-from kvcellar.backends.ggml.rotation import rotate_rows
+from kvcellar.backends.ggml.rotation import Rotation
 from kvcellar.backends.hadamard import transform
-from kvcellar.errors import ClosedError, NotSupported, OptionError
+from kvcellar.errors import ClosedError, NotSupported, OptionError, not_copied
 from kvcellar.types import (
     ByteArray,
     CacheSpec,
@@ -32,12 +33,16 @@ from kvcellar.types import (
 )
 
 
+class _Held(NamedTuple):
+    """What changes with the size: one value, so that it changes at once or not at all."""
+
+    spec: CacheSpec
+    buffers: KVBuffers | None  # None: closed
+    generation: int = 0
+
+
 class GgmlStore:
     """A :class:`~kvcellar.backends.base.KVStore` in memory that ggml allocates.
-
-    Attributes:
-        spec: the shape of the cache.
-        generation: rises when the tensors move: graphs that point at them are void then.
 
     Args:
         spec: the shape of the cache.
@@ -49,6 +54,10 @@ class GgmlStore:
         AllocationError: a buffer cannot be had; nothing is left behind.
     """
 
+    __reduce_ex__ = not_copied(
+        "a GgmlStore", "make another, and move rows with their read and write methods"
+    )
+
     can_copy = True
 
     def __init__(
@@ -59,21 +68,30 @@ class GgmlStore:
     ) -> None:
         check_types(spec)
         _check_transposed(spec)
-        self.spec = spec
-        self.generation = 0
         self._backend = backend
         n_layers = len(spec.layers)
         types = layer_buffer_types(n_layers) if buffer_types is None else tuple(buffer_types)
         if len(types) != n_layers:
             raise OptionError(f"buffer_types: {len(types)} for {n_layers} layers; give one a layer")
         self._types = types
-        self._open: KVBuffers | None = KVBuffers(spec, types)
+        self._held = _Held(spec, KVBuffers(spec, types))
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The shape of the cache."""
+        return self._held.spec
+
+    @property
+    def generation(self) -> int:
+        """Rises when the tensors move: graphs that point at them are void then."""
+        return self._held.generation
 
     @property
     def _buffers(self) -> KVBuffers:
-        if self._open is None:
+        buffers = self._held.buffers
+        if buffers is None:
             raise ClosedError(f"{BUFFER} is closed with its context")
-        return self._open
+        return buffers
 
     @property
     def k(self) -> list[int]:
@@ -141,11 +159,34 @@ class GgmlStore:
         return self._backend is not None
 
     def rotate(self, cells: Int64Array, shifts: Int32Array) -> None:
-        """Rotate each K row of cells by its shift, in every layer with RoPE."""
+        """Rotate each K row of cells by its shift, in every layer with RoPE.
+
+        Raises:
+            AllocationError: the work buffer cannot be had; nothing was rotated.
+        """
+        moved = shifts != 0  # a row that stays keeps its bytes: quantising it again might not
+        cells, shifts = cells[moved], shifts[moved]
+        layers = [i for i, layer in enumerate(self.spec.layers) if layer.rope is not None]
+        for piece, layer, rows in self._rotation(layers, len(cells)).run(cells, shifts):
+            self.write_raw(layer, "k", cells[piece], rows)
+
+    def rotated(self, layer: int, part: Part, cells: Int64Array, shifts: Int32Array) -> ByteArray:
+        """What :meth:`read_raw` would return after :meth:`rotate`; nothing changes.
+
+        Raises:
+            AllocationError: the work buffer cannot be had.
+        """
+        rows, moved = self.read_raw(layer, part, cells), np.flatnonzero(shifts)
+        if part == "k" and self.spec.layers[layer].rope is not None:
+            rotation = self._rotation([layer], len(moved))
+            for piece, _, found in rotation.run(cells[moved], shifts[moved]):
+                rows[moved[piece]] = found
+        return rows
+
+    def _rotation(self, layers: Sequence[int], n: int) -> Rotation:
         if self._backend is None:
             raise NotSupported("this store was made without a backend to rotate K rows with")
-        moved = shifts != 0  # a row that stays keeps its bytes: quantising it again might not
-        rotate_rows(self._backend, self.spec, self.k, cells[moved], shifts[moved])
+        return Rotation(self._backend, self.spec, self.k, layers, n)
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero the K and V rows of cells in every layer."""
@@ -162,7 +203,8 @@ class GgmlStore:
         Raises:
             AllocationError: they cannot be had beside the old ones; the store is as it was.
         """
-        old, spec = self._buffers, replace(self.spec, size=size)
+        held, old = self._held, self._buffers
+        spec = replace(held.spec, size=size)
         new = KVBuffers(spec, self._types)
         try:
             for part in ("k", "v"):
@@ -172,15 +214,15 @@ class GgmlStore:
         except BaseException:
             new.close()
             raise
-        self._open, self.spec = new, spec
-        self.generation += 1
+        self._held = _Held(spec, new, held.generation + 1)
         old.close()
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        held = self._held
+        self._held = held._replace(buffers=None)
+        if held.buffers is not None:
+            held.buffers.close()
 
 
 def _check_transposed(spec: CacheSpec) -> None:

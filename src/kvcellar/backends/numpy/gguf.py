@@ -8,7 +8,7 @@ models and tokenizers cannot tell. The library looks at each string on its own: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 
 from kvcellar.backends.base import TensorBytes
 from kvcellar.errors import LibraryError, ModelFileError, UnsupportedModel
+from kvcellar.files import FileStamp, open_regular, why
 from kvcellar.types import AnyArray, ByteArray, Float32Array, KVType
 
 _OF_THE_LIBRARY = "GGUF."  # keys that it adds, for example GGUF.version
@@ -38,6 +39,7 @@ class GgufTensors:
 
     Attributes:
         path: the file.
+        stamp: its stamp when it was opened.
         metadata: key to int, float, bool, str, list of str, or NumPy array.
 
     Raises:
@@ -47,7 +49,7 @@ class GgufTensors:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        file = _open(self.path)
+        file, self.stamp = _open(self.path)
         self.metadata: Mapping[str, object] = MappingProxyType(
             {
                 key: _value(key, field)
@@ -61,6 +63,10 @@ class GgufTensors:
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.n_bytes for tensor in self._tensors.values())
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._tensors.keys()
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor."""
@@ -103,7 +109,7 @@ class GgufTensors:
         return self._tensors[name]
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> tuple[Any, FileStamp]:
     base: Any = _require("gguf.gguf_reader").GGUFReader
 
     class BoundedReader(base):  # type: ignore[misc]
@@ -116,15 +122,16 @@ def _open(path: Path) -> Any:
             return super()._get(offset, dtype, count, *args, **kwargs)
 
     try:
-        with np.errstate(all="ignore"):
-            file = BoundedReader(path)
+        with open_regular(path) as opened, np.errstate(all="ignore"):
+            stamp = FileStamp.of(opened)
+            file = BoundedReader(opened)  # NumPy maps what is open as it maps a path
     except OSError as error:
-        raise ModelFileError(f"cannot open {path}: {error.strerror or error}") from error
+        raise ModelFileError(f"cannot open {path}: {why(error)}") from error
     except _DAMAGE as error:
         raise ModelFileError(f"{path} is not a usable GGUF file: {error}") from error
     if file.byte_order != "I":
         raise UnsupportedModel(f"{path} was written for machines of the other byte order")
-    return file
+    return file, stamp
 
 
 def _value(key: str, field: Any) -> object:
@@ -155,6 +162,10 @@ class NumpyWeights:
     def __init__(self, file: GgufTensors) -> None:
         self._file = file
         self._arrays: dict[str, Float32Array] = {}
+
+    def names(self) -> Iterable[str]:
+        """The names of all tensors that the file has."""
+        return self._file.names()
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor."""

@@ -26,6 +26,7 @@ class NumpyModelFile:
         check_threads(n_threads)
         self._file = file = GgufTensors(path)
         self.path = file.path
+        self.stamp = file.stamp
         self.metadata: Mapping[str, object] = file.metadata
         self.weights = NumpyWeights(file)
         self.weight_bytes = file.n_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcellar.backends.memory import check_available
-from kvcellar.errors import AllocationError, ClosedError
+from kvcellar.errors import AllocationError, ClosedError, not_copied
 from kvcellar.plan import StatePlan
 from kvcellar.types import Float32Array, Int64Array, StateSpec
 
@@ -26,6 +26,10 @@ class NumpyStateStore:
     Raises:
         AllocationError: the buffer cannot be had.
     """
+
+    __reduce_ex__ = not_copied(
+        "a NumpyStateStore", "make another, and move rows with their read and write methods"
+    )
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec

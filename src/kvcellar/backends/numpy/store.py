@@ -9,6 +9,7 @@ f32, f16 and bf16 are converted here, blocks by the library ``gguf``, which cann
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kvcellar.backends.hadamard import transform
 from kvcellar.backends.memory import check_available
 from kvcellar.backends.numpy.gguf import quants
 from kvcellar.backends.numpy.ops import rotated
-from kvcellar.errors import AllocationError, ClosedError, OptionError
+from kvcellar.errors import AllocationError, ClosedError, OptionError, not_copied
 from kvcellar.types import (
     AnyArray,
     ByteArray,
@@ -34,17 +35,25 @@ NOT_MADE = frozenset({KVType.IQ4_NL})
 _BUFFER = "the K/V buffer"
 
 
+class _Held(NamedTuple):
+    """What changes with the size: one value, so that it changes at once or not at all."""
+
+    spec: CacheSpec
+    buffers: dict[Part, list[ByteArray]] | None  # None: closed
+
+
 class NumpyStore:
     """A :class:`~kvcellar.backends.base.KVStore` that is all NumPy.
-
-    Attributes:
-        spec: the shape of the cache.
 
     Raises:
         OptionError: a type that does not fit, or that this backend cannot make.
         LibraryError: a quantised type, and the library for it is not installed.
         AllocationError: the buffers cannot be had; nothing is left behind.
     """
+
+    __reduce_ex__ = not_copied(
+        "a NumpyStore", "make another, and move rows with their read and write methods"
+    )
 
     can_copy = True
     can_shift = True
@@ -54,17 +63,22 @@ class NumpyStore:
         check_made("type_k", spec.type_k)
         check_made("type_v", spec.type_v)
         check_available(_BUFFER, spec.n_bytes)
-        self.spec = spec
         try:
-            self._open: dict[Part, list[ByteArray]] | None = _allocate(spec)
+            self._held = _Held(spec, _allocate(spec))
         except (MemoryError, ValueError):
             raise AllocationError(_BUFFER, spec.n_bytes) from None
 
     @property
+    def spec(self) -> CacheSpec:
+        """The shape of the cache."""
+        return self._held.spec
+
+    @property
     def _buffers(self) -> dict[Part, list[ByteArray]]:
-        if self._open is None:
+        buffers = self._held.buffers
+        if buffers is None:
             raise ClosedError(f"{_BUFFER} is closed with its context")
-        return self._open
+        return buffers
 
     def write(self, layer: int, cells: Int64Array, k: Float32Array, v: Float32Array) -> None:
         """Store f32 rows, converted to the store's types; ComputeError unless all are finite."""
@@ -99,16 +113,20 @@ class NumpyStore:
         A pure rotation: the magnitude that a key got when it was computed is not applied again.
         What would overflow becomes the largest value of the type, as in ggml's store.
         """
-        moved = shifts != 0
-        cells, shifts = cells[moved], shifts[moved]
         for i, layer in enumerate(self.spec.layers):
             if layer.rope is not None:
-                keys = self.read(i, "k", cells)
-                heads = keys.reshape(len(cells), layer.n_head_kv, layer.head_dim_k)
-                shifted = rotated(heads, shifts, layer.rope)
-                mixed = transform(shifted.reshape(keys.shape), self._hadamard(i, "k"))
-                largest, kind = self.spec.type_k.largest, self.spec.type_k
-                self.write_raw(i, "k", cells, to_rows(mixed.clip(-largest, largest), kind))
+                self.write_raw(i, "k", cells, self.rotated(i, "k", cells, shifts))
+
+    def rotated(self, layer: int, part: Part, cells: Int64Array, shifts: Int32Array) -> ByteArray:
+        """What :meth:`read_raw` would return after :meth:`rotate`; nothing changes."""
+        rows, shape, moved = self.read_raw(layer, part, cells), self.spec.layers[layer], shifts != 0
+        if part == "k" and shape.rope is not None:
+            keys = self.read(layer, "k", cells[moved])
+            heads = keys.reshape(-1, shape.n_head_kv, shape.head_dim_k)
+            turned = rotated(heads, shifts[moved], shape.rope).reshape(keys.shape)
+            mixed, kind = transform(turned, self._hadamard(layer, "k")), self.spec.type_k
+            rows[moved] = to_rows(mixed.clip(-kind.largest, kind.largest), kind)
+        return rows
 
     def wipe(self, cells: Int64Array) -> None:
         """Zero the K and V rows of cells in every layer."""
@@ -130,11 +148,11 @@ class NumpyStore:
         for part in self._buffers:
             for i in range(len(self.spec.layers)):
                 new.write_raw(i, part, dst, self.read_raw(i, part, src))
-        self.spec, self._open = new.spec, new._open
+        self._held = new._held
 
     def close(self) -> None:
         """Free the buffers; closing twice is fine."""
-        self._open = None
+        self._held = self._held._replace(buffers=None)
 
     def _converted(self, layer: int, part: Part, values: Float32Array) -> ByteArray:
         mixed = transform(values, self._hadamard(layer, part))

@@ -15,20 +15,22 @@ writer died has no header.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
+from kvcellar.files import NotAFile, open_regular, why
 from kvcellar.stores.base import MAX_NOTE, Entry, encode_note, is_key
+from kvcellar.stores.disk.access import Access
 
 VALUES = "values"
 _MAGIC = b"KVCVALUE"
@@ -39,8 +41,6 @@ _ALIGNMENT = 64
 _MAX_JSON = MAX_NOTE + 1024
 _GENERATION = re.compile("[0-9a-f]{16}")
 _BINARY = getattr(os, "O_BINARY", 0)
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 class Damaged(Exception):
@@ -86,20 +86,21 @@ class Header:
     start: int
 
 
-def write_value(path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool) -> None:
+def write_value(
+    path: Path, entry: Entry, pieces: Sequence[memoryview], fsync: bool, access: Access
+) -> None:
     """Write a new file; with ``fsync``, wait until it and its name are on disk.
 
     If anything goes wrong, there is no file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    access.make_folder(path.parent.parent)
+    access.make_folder(path.parent)
     try:
-        try:
-            _write(descriptor, entry, pieces)
+        with FileIO(path, "x", opener=access.opener) as file:
+            access.settle(file)
+            _write(file.fileno(), entry, pieces)
             if fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+                os.fsync(file.fileno())
         if fsync:
             sync_folder(path.parent)
             sync_folder(path.parent.parent)
@@ -115,14 +116,15 @@ def _write(descriptor: int, entry: Entry, pieces: Sequence[memoryview]) -> None:
     os.lseek(descriptor, start, os.SEEK_SET)
     for piece in pieces:
         digest.update(piece)
-        _write_all(descriptor, piece)
+        write_all(descriptor, piece)
     os.ftruncate(descriptor, start + entry.n_bytes)
     fixed = _FIXED.pack(_MAGIC, _VERSION, len(text), entry.n_bytes, digest.digest())
     os.lseek(descriptor, 0, os.SEEK_SET)
-    _write_all(descriptor, memoryview(fixed + xxhash.xxh3_128_digest(fixed + text) + text))
+    write_all(descriptor, memoryview(fixed + xxhash.xxh3_128_digest(fixed + text) + text))
 
 
-def _write_all(descriptor: int, piece: memoryview) -> None:
+def write_all(descriptor: int, piece: memoryview) -> None:
+    """Write all of it; the system may take it in parts."""
     while piece:
         piece = piece[os.write(descriptor, piece) :]
 
@@ -166,11 +168,8 @@ def _entry(text: bytes, n_bytes: int) -> Entry:
 
 def header_of(path: Path) -> Header:
     """:func:`read_header` of the file of that name."""
-    descriptor = _open(path)
-    try:
-        return read_header(descriptor)
-    finally:
-        os.close(descriptor)
+    with _open(path) as file:
+        return read_header(file.fileno())
 
 
 def map_value(path: Path, key: str) -> memoryview:
@@ -179,32 +178,23 @@ def map_value(path: Path, key: str) -> memoryview:
     Raises:
         Damaged: it is not what was put under that key.
     """
-    descriptor = _open(path)
-    try:
-        header = read_header(descriptor)
+    with _open(path) as file:
+        header = read_header(file.fileno())
         if header.entry.key != key:
             raise Damaged(f"holds the value of {header.entry.key}")
-        mapped = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(descriptor)
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     value = mapped[header.start : header.start + header.entry.n_bytes]
     if xxhash.xxh3_128_digest(value) != header.digest:
         raise Damaged("value does not match its checksum")
     return value
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> BinaryIO:
     """Open a file of values; anything else in its place counts as damage."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _BINARY | _NO_LINK | _NO_WAIT)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise Damaged("a link, which no store makes") from None
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise Damaged("no file")
+        return open_regular(path, follow_links=False)
+    except NotAFile as error:
+        raise Damaged(f"no file of values: {why(error)}") from None
 
 
 def files_in(root: Path) -> Iterator[tuple[Name, os.DirEntry[str]]]:
@@ -242,8 +232,10 @@ def sync_folder(path: Path) -> None:
     """Sync the names in a folder to disk, where the system can."""
     if os.name != "posix":
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = -1
     try:
+        descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -3,17 +3,24 @@
 A put writes a file, then its row in the index; a file without a row is a stray. Dropping an entry
 removes the row, then the file. So a process that is killed leaves a stray at most, and gc removes
 it.
+
+A thread claims the files that it is about to enter or whose rows it drops. At the end of the verb,
+or at the beginning of its next one if it was interrupted, those that no row has are removed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 
-from kvcellar.errors import StoreError
+from kvcellar.disk_errors import NO_ROOM, disk_trouble
+from kvcellar.errors import ClosedError, StoreError, not_copied
 from kvcellar.stores.base import (
     WRITING_S,
     Absence,
@@ -27,6 +34,7 @@ from kvcellar.stores.base import (
     encode_note,
     flat,
 )
+from kvcellar.stores.disk.access import Access, admit
 from kvcellar.stores.disk.files import (
     Damaged,
     Name,
@@ -39,12 +47,17 @@ from kvcellar.stores.disk.files import (
 from kvcellar.stores.disk.index import (
     Index,
     LiveIndex,
+    NoRoom,
     Row,
+    index_path,
     is_store,
+    newest_index,
     prepare,
     remove_leftovers,
     strays,
 )
+
+_log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 
@@ -63,7 +76,12 @@ class DiskStore:
     dropped and counts as absent. A damaged index is rebuilt from the files. After a power cut the
     last entries may be missing.
 
-    The folder has to be on a local disk: SQLite's logs are not made for network file systems.
+    The folder has to be on a local disk: SQLite's logs are not made for network file systems. It
+    and what is in it are for its owner alone, or for its group too if its mode says so
+    (:mod:`kvcellar.stores.disk.access`).
+
+    On a full disk a store opens and says so in the log: values can be read, listed and deleted,
+    :meth:`gc` works, and a put is refused, until there is room again.
 
     The budget counts values; headers and the index add about a kilobyte per value. Every put
     enforces its own store's budget, so a smaller one takes effect with the next put or :meth:`gc`.
@@ -79,8 +97,14 @@ class DiskStore:
             values, which then count as absent.
 
     Raises:
-        StoreError: the folder is something else, of a newer version, or cannot be read.
+        StoreError: the folder is something else, of a newer version, cannot be read, or is
+            somebody else's and open to everybody. Later errors say whether the disk is full, the
+            quota used up, the file system read-only, or a permission missing.
     """
+
+    __reduce_ex__ = not_copied(
+        "an open store", "open its folder again: any number of processes may"
+    )
 
     def __init__(
         self,
@@ -91,44 +115,51 @@ class DiskStore:
         fsync: bool = True,
     ) -> None:
         self._root = Path(path).expanduser()
-        self._max_bytes = check_budget(max_bytes)
+        self.max_bytes = check_budget(max_bytes)
         self._fsync = fsync
+        self._claimed: dict[int, list[Name]] = {}
+        self._why_read_only = "it was opened so" if read_only else ""
         try:
-            self.read_only = read_only or (self._root.exists() and not _can_write(self._root))
-            if not self.read_only:
-                prepare(self._root)
-            elif not is_store(self._root):
-                raise StoreError(f"{self._root} is not a store, and cannot be made one: read-only")
+            if not read_only and self._root.exists():
+                self._why_read_only = _why_unwritable(self._root)
+            self.read_only = self._why_read_only != ""
+            self._access = self._look() if self.read_only else prepare(self._root)
         except OSError as error:
-            raise StoreError(f"the store in {self._root} cannot be opened: {error}") from error
-        self._index = LiveIndex(self._root, self.read_only, fsync)
+            raise self._error("cannot be opened", error) from error
+        self._index = LiveIndex(self._root, self.read_only, fsync, self._access)
+        if self.read_only and not read_only:
+            _log.warning("the store in %s is read-only (%s)", self._root, self._why_read_only)
+        if why := self._index.no_room:
+            _log.warning("%s; until then nothing new is stored", why)
 
     def put(self, key: str, value: Sequence[BytesLike], note: Note | None = None) -> bool:
         """Write a file, then its row; see :class:`~kvcellar.stores.base.Store`."""
         check_key(key)
         pieces, about = flat(value), decode_note(encode_note(note))
         n_bytes = sum(piece.nbytes for piece in pieces)
-        if self._max_bytes is not None and n_bytes > self._max_bytes:
+        if self.max_bytes is not None and n_bytes > self.max_bytes:
             return False
         self._check_writable()
-        if self._renew(key):
-            return True
-        now = time.time()
-        entry = Entry(key, n_bytes, now, now, about)
-        if not any(self._write(entry, pieces) for _ in range(_ATTEMPTS)):
-            raise StoreError(f"the file of {key} in {self._root} is removed again and again")
+        with self._settling():
+            if self._renew(key):
+                return True
+            now = time.time()
+            entry = Entry(key, n_bytes, now, now, about)
+            if not any(self._write(entry, pieces) for _ in range(_ATTEMPTS)):
+                raise StoreError(f"the file of {key} in {self._root} is removed again and again")
         return True
 
     def get(self, key: str) -> BytesLike | None:
         """Return the value, checked and mapped; a damaged one is dropped and None returned."""
         check_key(key)
-        while (row := self._row(key)) is not None:
-            if (value := self._read(row)) is not None:
-                self._use(key)
-                return value
-            if self.read_only:
-                return None
-            self._drop(row.name)
+        with self._settling():
+            while (row := self._row(key)) is not None:
+                if (value := self._read(row)) is not None:
+                    self._use([key])
+                    return value
+                if self.read_only:
+                    return None
+                self._drop(row.name)
         return None
 
     def has(self, key: str) -> bool:
@@ -138,7 +169,12 @@ class DiskStore:
 
     def touch(self, key: str) -> bool:
         """Make a value the most recently used; it is not read."""
-        return self.has(key) and self._use(key)
+        return key in self.touch_all([key])
+
+    def touch_all(self, keys: Sequence[str]) -> set[str]:
+        """Make values the most recently used, in one transaction; return which are there."""
+        there = [key for key in keys if self.has(key)]
+        return set(self._use(there)) if there else set()
 
     def why_absent(self, key: str) -> Absence:
         """What was deleted, or damaged, counts as never stored."""
@@ -148,9 +184,11 @@ class DiskStore:
 
     def delete(self, key: str) -> bool:
         """Drop a value; False if there was none."""
+        check_key(key)
         self._check_writable()
-        row = self._row(check_key(key))
-        return row is not None and self._drop(row.name)
+        with self._settling():
+            row = self._row(key)
+            return row is not None and self._drop(row.name)
 
     def entries(self) -> Iterator[Entry]:
         """All values at this moment, least recently used first."""
@@ -174,7 +212,7 @@ class DiskStore:
         try:
             return examine(self._root, self._index)
         except OSError as error:
-            raise StoreError(f"the store in {self._root} cannot be read: {error}") from error
+            raise self._error("cannot be read", error) from error
 
     def gc(self, min_age_s: float = WRITING_S, *, dry_run: bool = False) -> GcReport:
         """Remove files without an entry, entries without a file, and what exceeds the budget.
@@ -188,13 +226,16 @@ class DiskStore:
             self._check_writable()
         work = plan if dry_run else collect
         try:
-            return work(self._root, self._index, self._max_bytes, min_age_s)
+            return work(self._root, self._index, self.max_bytes, min_age_s)
         except OSError as error:
-            raise StoreError(f"the store in {self._root} cannot be cleaned: {error}") from error
+            raise self._error("cannot be cleaned", error) from error
 
     def close(self) -> None:
         """Close the index; values that a get returned stay readable."""
-        self._index.close()
+        try:
+            self._settle()
+        finally:
+            self._index.close()
 
     def _row(self, key: str) -> Row | None:
         return self._index.read(lambda index: index.row(key))
@@ -206,7 +247,7 @@ class DiskStore:
         except (Damaged, FileNotFoundError):
             return None
         except OSError as error:
-            raise StoreError(f"{row.name.key} in {self._root} cannot be read: {error}") from error
+            raise self._error(f"cannot be read at {row.name.key}", error) from error
         return value if value.nbytes == row.entry.n_bytes else None
 
     def _is_there(self, name: Name) -> bool:
@@ -215,7 +256,7 @@ class DiskStore:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise StoreError(f"{name.key} in {self._root} cannot be seen: {error}") from error
+            raise self._error(f"cannot be read at {name.key}", error) from error
         return True
 
     def _renew(self, key: str) -> bool:
@@ -223,65 +264,110 @@ class DiskStore:
         if (row := self._row(key)) is None:
             return False
         if self._is_there(row.name):
-            return self._use(key)
+            return bool(self._use([key]))
         self._drop(row.name)
         return False
 
-    def _use(self, key: str) -> bool:
-        """Make a value the most recently used. A disk too full to note it is no error."""
+    def _use(self, keys: list[str]) -> list[str]:
+        """Make values the most recently used, and return them without those that are gone by now.
+
+        A disk too full to note it is no error.
+        """
         if self.read_only:
-            return True
+            return keys
+        now = time.time()
         try:
-            return self._index.write(lambda index: index.use(key, time.time()))
+            return self._index.write(lambda index: [key for key in keys if index.use(key, now)])
         except StoreError:
-            return True
+            return keys
 
     def _write(self, entry: Entry, pieces: Sequence[memoryview]) -> bool:
         """Write a file and enter its row; False if the file was removed in between."""
         row = Row(entry, Name.new(entry.key))
-        path = row.name.under(self._root)
+        self._claim(row.name)
         try:
-            write_value(path, entry, pieces, self._fsync)
+            path = row.name.under(self._root)
+            write_value(path, entry, pieces, self._fsync, self._access)
         except OSError as error:
-            raise StoreError(
-                f"{entry.n_bytes} bytes cannot be put into {self._root}: {error}"
-            ) from error
-        try:
-            leaving = self._index.write(lambda index: self._enter(index, row))
-        except BaseException:
-            remove(path)
-            raise
-        for name in leaving or ():
-            remove(name.under(self._root))
-        return leaving is not None
+            raise self._error(f"takes no {entry.n_bytes} bytes more", error) from error
+        return self._index.write(lambda index: self._enter(index, row))
 
-    def _enter(self, index: Index, row: Row) -> list[Name] | None:
-        """Enter the row; return the files to be removed, None if the row's file is gone."""
+    def _enter(self, index: Index, row: Row) -> bool:
+        """Enter the row, and claim the files that are to leave; False if the row's file is gone."""
         held = index.row(row.name.key)
         if held is not None:
             index.use(row.name.key, row.entry.used)
         elif row.name.under(self._root).exists():
             index.add(row)
         else:
-            return None
-        unused = [] if held is None or held.name == row.name else [row.name]
-        victims = [] if self._max_bytes is None else index.evict(self._max_bytes)
-        return unused + [victim.name for victim in victims]
+            return False
+        for victim in [] if self.max_bytes is None else index.evict(self.max_bytes):
+            self._claim(victim.name)
+        return True
 
     def _drop(self, name: Name) -> bool:
         """Drop an entry and its file, unless the key was put again meanwhile."""
-        dropped = self._index.write(lambda index: index.drop(name))
-        if dropped:
-            remove(name.under(self._root))
+        self._claim(name)
+        dropped = self._index.shrink(lambda index: index.drop(name))
+        self._settle()
         return dropped
+
+    def _claim(self, name: Name) -> None:
+        self._claimed.setdefault(get_ident(), []).append(name)
+
+    def _settle(self) -> None:
+        """Remove the files that this thread claimed and that no row has."""
+        claimed = self._claimed.get(get_ident(), [])
+        while claimed:
+            row = self._row(claimed[-1].key)
+            if row is None or row.name != claimed[-1]:
+                remove(claimed[-1].under(self._root))
+            claimed.pop()
+        self._claimed.pop(get_ident(), None)
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Settle at both ends: before, for what was interrupted."""
+        try:
+            self._settle()
+            yield
+        except BaseException:
+            with suppress(StoreError, ClosedError):  # if it cannot be told now, then next time
+                self._settle()
+            raise
+        else:
+            self._settle()
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise StoreError(f"the store in {self._root} is read-only: nothing can be changed")
+            raise StoreError(
+                f"the store in {self._root} is read-only ({self._why_read_only}): nothing can be "
+                "changed"
+            )
+
+    def _look(self) -> Access:
+        """Check a store that is only read; nothing is changed."""
+        if not is_store(self._root):
+            raise StoreError(
+                f"{self._root} is not a store, and cannot be made one: it is read-only "
+                f"({self._why_read_only})"
+            )
+        return admit(self._root, read_only=True)
+
+    def _error(self, what: str, error: OSError) -> StoreError:
+        kind = NoRoom if error.errno in NO_ROOM else StoreError
+        return kind(f"the store in {self._root} {what}: {disk_trouble(error, self._root)}")
 
 
-def _can_write(root: Path) -> bool:
-    return os.access(root, os.W_OK | os.X_OK)
+def _why_unwritable(root: Path) -> str:
+    """Why nothing can be written to a store that exists; "" if it can."""
+    number = newest_index(root) if root.is_dir() else 0
+    for path in (root, *([index_path(root, number)] if number else [])):
+        if not os.access(path, os.W_OK):
+            if hasattr(os, "statvfs") and os.statvfs(root).f_flag & os.ST_RDONLY:
+                return "its file system is"
+            return f"there is no permission to write to {path}"
+    return "" if os.access(root, os.X_OK) else f"there is no permission to enter {root}"
 
 
 # -- maintenance
@@ -330,7 +416,7 @@ class GcReport:
 
 def examine(root: Path, live: LiveIndex) -> VerifyReport:
     """Read and check every value."""
-    live.write(Index.check)
+    live.read(Index.check)
     files = list(strays(root, set()))  # before the entries: what is entered meanwhile is no stray
     rows = live.read(Index.rows)
     faults = {row.name.key: _fault(root, row, whole=True) for row in rows}
@@ -367,7 +453,7 @@ def collect(root: Path, live: LiveIndex, max_bytes: int | None, min_age_s: float
             index.drop(row.name)
         return broken, [] if max_bytes is None else index.evict(max_bytes)
 
-    broken, evicted = live.write(clean)
+    broken, evicted = live.shrink(clean)
     freed = sum(remove(row.name.under(root)) for row in broken + evicted)
     freed += sum(removed.values()) + remove_leftovers(root, min_age_s)
     return GcReport(tuple(removed), _keys(broken), _keys(evicted), freed)

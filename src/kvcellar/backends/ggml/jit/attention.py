@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.jit.attention_shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
 from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, processor, why_not
 from kvcellar.backends.memory import scratch
@@ -45,6 +46,7 @@ class Work(c.Structure):
         ("counters", c.c_void_p),  # i32 [n_tokens, n_head_kv], items that are done
         ("threads", c.c_void_p),  # [n_threads, thread_bytes]
         ("thread_bytes", c.c_int64),
+        ("stop", c.c_void_p),  # a byte: whether to end early
     )
 
 
@@ -101,7 +103,7 @@ class AttentionKernel:
         self._item_floats = self._partial_floats = 0  # the most that any kernel needs
         self._score_rows = self._n_head_kv = 0
         self._kept: dict[int, Compiled] = {}  # by address; graphs have nothing but addresses
-        self._arrays: dict[str, AnyArray] = {}  # what the fields of work point to
+        self._arrays: dict[str, AnyArray] = {}  # what the fields of work are to point to
 
     def function(
         self, layer: int, n_head: int, *, softcap: bool = False, sinks: bool = False
@@ -133,8 +135,18 @@ class AttentionKernel:
         task = self._tasks.setdefault((scale, softcap), new)
         return c.addressof(task)
 
-    def load(self, lists: CellLists) -> None:
-        """Set the lists that the next graph reads.
+    def reset(self) -> None:
+        """Forget what a computation that did not end has counted; :meth:`load` begins anew."""
+        self._arrays.pop("counters", None)
+
+    def load(self, lists: CellLists, stop: Stop | None = None) -> None:
+        """Set the lists that the next graph reads, and all that its nodes find through their task.
+
+        Every pointer is set: one that was interrupted may have left an array without its pointer.
+
+        Args:
+            lists: the lists.
+            stop: ends the next graph early; None: nothing does.
 
         Raises:
             AllocationError: the memory that they take to work on cannot be had.
@@ -154,23 +166,24 @@ class AttentionKernel:
             "counters": n_tokens * self._n_head_kv,
             "threads": self._n_threads * thread_floats,
         }
+        arrays = self._arrays
         for field, n in sizes.items():
-            if field not in self._arrays or self._arrays[field].size < n:
+            if field not in arrays or arrays[field].size < n:
                 self._reserve(field, n)
-        cells = self._arrays["cells"]
+        cells = arrays["cells"]
         cells[:n_cells] = lists.cells
         cells[n_cells : n_cells + PREFETCHED] = 0
         tokens = np.repeat(np.arange(n_tokens, dtype=np.int32), n_units_each)
         own = (lists.starts, lists.ends, units, first_unit, tokens)
-        for field, array in zip(_PER_TOKEN, own, strict=True):
-            self._arrays[field] = array
+        arrays.update(zip(_PER_TOKEN, own, strict=True))
+        for field, array in arrays.items():
             setattr(self._work, field, array.ctypes.data)
+        self._stop = stop or Stop()
+        self._work.stop = self._stop.address
 
     def _reserve(self, field: str, n: int) -> None:
         """Allocate zeros for a field, at least n values of four bytes."""
-        array = scratch(BUFFER, 2 * n, np.int32)
-        self._arrays[field] = array
-        setattr(self._work, field, array.ctypes.data)
+        self._arrays[field] = scratch(BUFFER, 2 * n, np.int32)
 
 
 def unit_sizes(lengths: Int32Array) -> Int32Array:

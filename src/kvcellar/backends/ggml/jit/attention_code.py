@@ -11,7 +11,8 @@ for all heads of a group that fit the registers.
 1. Only cells in a token's list are read.
 2. Results do not depend on how many threads there are: items are cut without regard to threads,
    and parts are added in their order.
-3. The counters are zero before and after.
+3. The counters are zero before and after, unless it is stopped: then what it leaves is undefined.
+4. It looks before each unit whether it should stop, since a node of many tokens takes seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvcellar.backends.ggml.jit.ir import (
 from kvcellar.types import KVType
 
 FUNCTION = "attend"
-WORK = ir.LiteralStructType([POINTER] * 9 + [I64])  # attention.Work
+WORK = ir.LiteralStructType([POINTER] * 9 + [I64, POINTER])  # attention.Work
 TASK = ir.LiteralStructType([POINTER, F32, F32])  # attention.Task
 
 
@@ -79,7 +80,7 @@ class _Kernel:
         self.into_cap = x.splat(self.b.fdiv(scale, cap)) if shape.softcap else None
         fields = self._fields(work, WORK)
         self.cells, self.starts, self.ends, self.units, self.first_unit, self.tokens = fields[:6]
-        self.items, self.counters, threads, thread_bytes = fields[6:]
+        self.items, self.counters, threads, thread_bytes, self.stop = fields[6:]
         self.n_head_kv = self.b.sdiv(self.dst.ne[1], I64(shape.group))
         self.partials = x.at(threads, self.b.mul(self.ith, thread_bytes))
 
@@ -91,7 +92,15 @@ class _Kernel:
         last = b.sdiv(b.mul(b.add(self.ith, I64(1)), total), self.nth)
 
         def unit(_: Value, number: list[Value]) -> list[Value]:
-            return [b.add(number[0], self._unit(number[0], last))]
+            stop = b.load_atomic(self.stop, "monotonic", 1, typ=BYTE)
+            before = b.block
+            with b.if_then(b.icmp_unsigned("==", stop, BYTE(0)), likely=True):
+                n_items = self._unit(number[0], last)
+                after = b.block
+            done = b.phi(I64)
+            done.add_incoming(I64(0), before)
+            done.add_incoming(n_items, after)
+            return [b.add(number[0], done)]
 
         with b.if_then(b.icmp_signed("<", first, last)):
             unit_of = [b.sdiv(number, self.n_head_kv) for number in (first, b.sub(last, I64(1)))]

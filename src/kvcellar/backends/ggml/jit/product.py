@@ -15,6 +15,7 @@ from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
 from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, has_byte_products, why_not
 from kvcellar.backends.ggml.jit.product_formats import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 from kvcellar.backends.memory import scratch
+from kvcellar.types import AnyArray
 
 _BUFFER = "products of weights"
 _LINE = 64  # bytes that memory is read in
@@ -42,6 +43,7 @@ class Products:
         self._n_threads = n_threads
         self._task = Task()
         self._kept: dict[int, Compiled] = {}  # by address; graphs have nothing but addresses
+        self._memory: tuple[AnyArray, ...] = ()
         self._reserve(VALUES)
 
     def suits(self, x: Tensor, weight: Tensor) -> bool:
@@ -76,9 +78,11 @@ class Products:
         """Allocate scratch memory for rows of ``n_in`` values."""
         n_bytes = unpacked_bytes(n_in)
         if n_bytes > self._task.thread_bytes:
-            self._memory = scratch(_BUFFER, n_bytes * self._n_threads + _LINE, np.uint8)
-            self._task.scratch = -(-self._memory.ctypes.data // _LINE) * _LINE
+            new = scratch(_BUFFER, n_bytes * self._n_threads + _LINE, np.uint8)
+            self._memory = (*self._memory, new)  # the task may point to either now
+            self._task.scratch = -(-new.ctypes.data // _LINE) * _LINE
             self._task.thread_bytes = n_bytes
+            self._memory = (new,)
 
 
 @cache
