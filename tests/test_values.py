@@ -154,7 +154,7 @@ def test_errors_keep_a_cause_that_can_be_kept(name: str) -> None:
 
 # -- values
 
-LIVE_INSIDE = {"ContextFacts", "Span", "SavedCells", "SavedEviction", "SequenceState"}
+LIVE_INSIDE = {"ContextFacts", "Span", "OldCells", "SavedCells", "SavedEviction", "SequenceState"}
 """Records that hold a cache, or are the memory of one, and are no values for that reason."""
 
 SPECIAL: dict[str, Callable[[], Any]] = {
@@ -334,9 +334,7 @@ HANDLES: dict[str, str] = {
     "SlidingCache": "seq_cp",
     "RecurrentCache": "seq_cp",
     "HybridCache": "seq_cp",
-    "CellTransaction": "open another",
-    "StateTransaction": "open another",
-    "HybridTransaction": "open another",
+    "Transaction": "open another",
     "Placement": "commit or release",
     "GgmlStore": "make another",
     "GgmlStateStore": "make another",
@@ -351,6 +349,8 @@ PARTS = {"RedisClient", "Index", "LiveIndex"}
 
 def _is_handle(name: str, kind: type) -> bool:
     if getattr(kind, "_is_protocol", False) or isabstract(kind) or kind.__name__ in PARTS:
+        return False
+    if kind.__name__.startswith("_"):
         return False
     if _is_below(name):
         return kind.__name__.endswith("Store")

@@ -15,7 +15,6 @@ bound is open. A verb does all of its work, or raises and changes nothing (invar
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,14 +33,21 @@ from kvcellar.cellsets import (
     cells_from_mask,
     cells_where,
     checked_id,
+    clamp_delta,
+    clamp_divisor,
     clamp_range,
     count_owners,
     first_gap,
     group_rows,
+    means_all,
     owner_words,
     unpack_owners,
 )
-from kvcellar.errors import InvariantError, OptionError, PositionError
+from kvcellar.errors import (
+    InvariantError,
+    PositionError,
+    check_range,
+)
 from kvcellar.types import MAX_POSITION, AnyArray, BoolArray, Int32Array, Int64Array, OwnerBits
 
 __all__ = ["CellTable", "Cells", "check_moved", "padded_n_kv"]
@@ -66,11 +72,8 @@ class CellTable:
     """
 
     def __init__(self, size: int, n_seq_max: int) -> None:
-        for name, value in (("size", size), ("n_seq_max", n_seq_max)):
-            if value < 1:
-                raise OptionError(f"{name} is {value}: it must be at least 1")
-        self.size = size
-        self.n_seq_max = n_seq_max
+        self.size = size = check_range("size", size, 1, MAX_POSITION)
+        self.n_seq_max = n_seq_max = check_range("n_seq_max", n_seq_max, 1, MAX_POSITION)
         self.positions: Int32Array = np.full(size, -1, np.int32)
         self.pending: Int32Array = np.zeros(size, np.int32)
         self.tokens: Int32Array = np.full(size, -1, np.int32)
@@ -176,7 +179,7 @@ class CellTable:
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from cells in the range; ownerless cells are freed."""
         lo, hi = clamp_range(p0, p1)
-        if seq_id == -1:
+        if means_all(seq_id):
             at = self.positions[: self._bound]
             freed = cells_from_mask((at >= lo) & (at < hi), 0)
             self._free(freed)
@@ -224,7 +227,7 @@ class CellTable:
             PositionError: a position would pass the largest one.
         """
         lo, hi = clamp_range(p0, p1)
-        seq, delta = self.checked(seq_id), operator.index(delta)
+        seq, delta = self.checked(seq_id), clamp_delta(delta)
         if hi <= lo:
             return
         cells, dead = self.cells_between(seq, lo, hi), NO_CELLS
@@ -240,13 +243,11 @@ class CellTable:
 
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating, for all owners of a cell."""
-        if d < 1:
-            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        seq = self.checked(seq_id)
+        seq, d = self.checked(seq_id), clamp_divisor(d)
         cells = self.cells_between(seq, *clamp_range(p0, p1))
         if cell_count(cells) and d > 1:
             at = self.positions[cells]
-            self.shift(seq, cells, at, at // np.int32(min(d, MAX_POSITION)) - at)
+            self.shift(seq, cells, at, at // np.int32(d) - at)
 
     def clear(self) -> None:
         """Free every cell; nothing is pending and head is 0."""

@@ -7,13 +7,17 @@ sequence, so that verbs need not look at the cells of others.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
-from kvcellar.errors import OptionError, SequenceIdError
+from kvcellar.errors import (
+    OptionError,
+    SequenceIdError,
+    shown,
+    whole,
+)
 from kvcellar.types import MAX_POSITION, BoolArray, Int32Array, Int64Array, OwnerBits
 
 Cells: TypeAlias = "slice[int, int, None] | Int64Array"
@@ -88,11 +92,25 @@ def as_cells(numbers: Int64Array) -> Cells:
 
 def clamp_range(p0: int, p1: int) -> tuple[int, int]:
     """A range of positions with its open (negative) bounds filled in."""
-    try:
-        p0, p1 = operator.index(p0), operator.index(p1)
-    except TypeError:
-        raise OptionError(f"range [{p0!r}, {p1!r}): positions must be integers") from None
-    return max(p0, 0), MAX_POSITION if p1 < 0 else min(p1, MAX_POSITION)
+    first, end = whole(p0), whole(p1)
+    if first is None or end is None:
+        raise OptionError(f"range [{shown(p0)}, {shown(p1)}): positions must be integers")
+    return max(first, 0), MAX_POSITION if end < 0 else min(end, MAX_POSITION)
+
+
+def clamp_delta(delta: int) -> int:
+    """How far positions move, at most from one end of the range to the other."""
+    if (number := whole(delta)) is None:
+        raise OptionError(f"delta={shown(delta)}: must be a whole number")
+    return max(-MAX_POSITION, min(number, MAX_POSITION))
+
+
+def clamp_divisor(d: int) -> int:
+    """What positions are divided by, at most what makes all of them 0."""
+    number = whole(d)
+    if number is None or number < 1:
+        raise OptionError(f"seq_div by {shown(d)}: the divisor must be a whole number from 1 on")
+    return min(number, MAX_POSITION)
 
 
 def group_rows(rows: Int64Array, seq_ids: Int64Array) -> list[tuple[int, Int64Array]]:
@@ -107,16 +125,18 @@ def group_rows(rows: Int64Array, seq_ids: Int64Array) -> list[tuple[int, Int64Ar
 
 def checked_id(seq_id: int, n_seq_max: int) -> int:
     """The id as an int; raises SequenceIdError unless it is in ``[0, n_seq_max)``."""
-    try:
-        number = operator.index(seq_id)
-    except TypeError:
-        number = -1
-    if not 0 <= number < n_seq_max:
+    number = whole(seq_id)
+    if number is None or not 0 <= number < n_seq_max:
         raise SequenceIdError(
-            f"seq_id {seq_id!r} is outside [0, {n_seq_max}): "
+            f"seq_id {shown(seq_id)} is outside [0, {n_seq_max}): "
             "use an id in that range or a larger n_seq_max"
         )
     return number
+
+
+def means_all(seq_id: int) -> bool:
+    """Whether an id stands for every sequence: -1."""
+    return whole(seq_id) == -1
 
 
 def owner_words(n_seq_max: int) -> int:

@@ -306,7 +306,7 @@ def check_real(name: str, value: object, low: float, high: float) -> float:
     except OverflowError:
         number = None
     if number is None or not low <= number <= high:
-        raise OptionError(f"{name}={shown(value)}: must be a number in [{low:g}, {high:g}]")
+        raise OptionError(f"{name}={shown(value)}: must be a number in [{low:.12g}, {high:.12g}]")
     return number
 
 
@@ -408,10 +408,10 @@ def _numpy() -> Any:
     return sys.modules.get("numpy")
 
 
-def shown(value: object) -> str:
-    """Return a short text of any value for a message, whatever its ``repr`` does."""
+def shown(value: object, most: int = 60) -> str:
+    """Return a text of any value for a message, whatever its ``repr`` does, cut at ``most``."""
     try:
         text = repr(value)
     except Exception:  # numbers of many digits refuse; classes of others may do anything
         return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -9,6 +9,7 @@ states of recurrent layers. A layer may have more than one of them.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvcellar.errors import OptionError
+from kvcellar.errors import (
+    OptionError,
+    check_bool,
+    check_choice,
+    check_kind,
+    check_range,
+    check_real,
+    shown,
+)
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -61,7 +70,7 @@ class KVType(Enum):
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of n values; n must be a multiple of ``block_size``."""
-        return n // self.block_size * self.block_bytes
+        return check_range("n", n, 0, 2**62) // self.block_size * self.block_bytes
 
     @property
     def limit(self) -> int:
@@ -96,10 +105,10 @@ class KVType(Enum):
         if isinstance(name, cls):
             return name
         for member in cls:
-            if member.label == str(name).lower():
+            if isinstance(name, str) and member.label == name.lower():
                 return member
         known = ", ".join(member.label for member in cls)
-        raise OptionError(f"unknown K/V type {name!r}; one of {known}")
+        raise OptionError(f"unknown K/V type {shown(name)}; one of {known}")
 
 
 MAX_VALUE = 2.0**100
@@ -171,6 +180,15 @@ class RowFormat:
     hadamard: int = 0
 
 
+_MAX_REAL = sys.float_info.max
+_REALS = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+
+
+def _set(value: object, name: str, checked: object) -> None:
+    """Set a field of a frozen value to the plain value of what was given."""
+    object.__setattr__(value, name, checked)
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """How K and Q are rotated by their position.
@@ -191,6 +209,17 @@ class RopeSpec:
     n_ctx_orig: int = 0
     factors: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("normal", "neox"))
+        for name in ("n_rot", "n_ctx_orig"):
+            _set(self, name, check_range(name, getattr(self, name), 0, MAX_POSITION))
+        for name in _REALS:
+            _set(self, name, check_real(name, getattr(self, name), -_MAX_REAL, _MAX_REAL))
+        if self.factors is not None:
+            factors = check_kind("factors", self.factors, tuple)
+            reals = (check_real("factors", one, -_MAX_REAL, _MAX_REAL) for one in factors)
+            _set(self, "factors", tuple(reals))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -207,6 +236,14 @@ class LayerSpec:
     rope: RopeSpec | None = None
     window: int = 0
     v_offset: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_head_kv", "head_dim_k", "head_dim_v", "window"):
+            _set(self, name, check_range(name, getattr(self, name), 0, MAX_POSITION))
+        if self.rope is not None:
+            check_kind("rope", self.rope, RopeSpec)
+        if self.v_offset is not None:
+            _set(self, "v_offset", check_range("v_offset", self.v_offset, 0, MAX_POSITION))
 
     @property
     def n_embd_k(self) -> int:
@@ -235,8 +272,15 @@ class CacheSpec:
     padding: int = field(default=0)
 
     def __post_init__(self) -> None:
-        if self.padding == 0:
-            object.__setattr__(self, "padding", 256 if self.flash_attn else 32)
+        for name in ("size", "n_seq_max"):
+            _set(self, name, check_range(name, getattr(self, name), 1, MAX_POSITION))
+        for layer in check_kind("layers", self.layers, tuple):
+            check_kind("layers", layer, LayerSpec)
+        for name in ("type_k", "type_v"):
+            _set(self, name, KVType.parse(getattr(self, name)))
+        _set(self, "flash_attn", check_bool("flash_attn", self.flash_attn))
+        padding = check_range("padding", self.padding, 0, MAX_POSITION)
+        _set(self, "padding", padding or (256 if self.flash_attn else 32))
 
     @property
     def window(self) -> int:
@@ -255,22 +299,22 @@ class CacheSpec:
 
     def k_bytes(self, layer: int) -> int:
         """Bytes of a layer's K buffer."""
-        return self.type_k.row_bytes(self.layers[layer].n_embd_k) * self.size
+        return self.type_k.row_bytes(self._layer(layer).n_embd_k) * self.size
 
     def v_bytes(self, layer: int) -> int:
         """Bytes of a layer's V buffer."""
-        return self.type_v.row_bytes(self.layers[layer].n_embd_v) * self.size
+        return self.type_v.row_bytes(self._layer(layer).n_embd_v) * self.size
 
     def hadamard_k(self, layer: int) -> int:
         """Size of the Hadamard transform under which the layer's K is stored, 0 for none."""
-        return _hadamard_size(self.type_k, self.layers[layer].head_dim_k)
+        return _hadamard_size(self.type_k, self._layer(layer).head_dim_k)
 
     def hadamard_v(self, layer: int) -> int:
         """Size of the Hadamard transform under which the layer's V is stored, 0 for none.
 
         Small runs suit V better: Gemma 3's likelihoods with q4_0 are 1.5 % worse with whole heads.
         """
-        return min(64, _hadamard_size(self.type_v, self.layers[layer].head_dim_v))
+        return min(64, _hadamard_size(self.type_v, self._layer(layer).head_dim_v))
 
     def k_format(self, layer: int) -> RowFormat:
         """How the layer's K rows are stored."""
@@ -289,6 +333,9 @@ class CacheSpec:
     def n_bytes(self) -> int:
         """Bytes of all K and V buffers."""
         return sum(self.k_bytes(i) + self.v_bytes(i) for i in range(len(self.layers)))
+
+    def _layer(self, layer: int) -> LayerSpec:
+        return self.layers[check_range("layer", layer, 0, len(self.layers) - 1)]
 
 
 def _hadamard_size(kind: KVType, head_dim: int) -> int:

@@ -114,9 +114,9 @@ def test_a_request_is_served_once() -> None:
 @pytest.mark.parametrize("max_moves", [0, -1])
 def test_limits_below_one_are_refused(max_moves: int) -> None:
     cache, _ = make(4)
-    with pytest.raises(OptionError, match=f"max_moves is {max_moves}"):
+    with pytest.raises(OptionError, match=f"max_moves={max_moves}"):
         cache.defrag(max_moves)
-    with pytest.raises(OptionError, match=f"max_moves is {max_moves}"):
+    with pytest.raises(OptionError, match=f"max_moves={max_moves}"):
         plan_moves(np.zeros(3, np.bool_), max_moves)
 
 
@@ -225,7 +225,7 @@ class TestThreshold:
 
     @pytest.mark.parametrize("threshold", [-0.1, 1.0, float("nan")])
     def test_other_values_are_refused(self, threshold: float) -> None:
-        with pytest.raises(OptionError, match="defrag_threshold is"):
+        with pytest.raises(OptionError, match="defrag_threshold="):
             self.made(threshold)
 
     def test_a_store_that_cannot_copy_is_refused(self) -> None:

@@ -326,7 +326,7 @@ class TestPositions:
         refused(cache, PositionError, "order", lambda: cache.seq_add(0, 2, -1, -2))
         refused(cache, PositionError, "order", lambda: cache.seq_add(0, 0, 1, 7))
         refused(cache, PositionError, "below", lambda: cache.seq_add(0, -1, -1, MAX_POSITION))
-        refused(cache, OptionError, "at least 1", lambda: cache.seq_div(0, -1, -1, 0))
+        refused(cache, OptionError, "divisor", lambda: cache.seq_div(0, -1, -1, 0))
         cache.seq_div(0, -1, -1, 10**12)
         assert cache.seq_positions(0).tolist() == [0, 0, 0]
 
@@ -358,4 +358,4 @@ class TestTidying:
         cache.resize(4)
         assert (cache.spec.size, cache.n_free()) == (4, 4)
         assert state(cache, 0) == tuple(range(9))
-        refused(cache, OptionError, "size is 0", lambda: cache.resize(0))
+        refused(cache, OptionError, "size=0", lambda: cache.resize(0))

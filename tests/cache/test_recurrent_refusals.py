@@ -126,7 +126,7 @@ class TestRefusals:
         assert state(cache, 0) == (1,)
 
     def test_policies(self) -> None:
-        with pytest.raises(OptionError, match="every is 0"):
+        with pytest.raises(OptionError, match="every=0"):
             CheckpointPolicy(every=0)
         with pytest.raises(OptionError, match="n_max is -1"):
             CheckpointBudget(-1)

@@ -103,7 +103,7 @@ def test_without_memory_nothing_has_changed(size: int) -> None:
 
 def test_sizes_below_one_are_refused() -> None:
     cache, _ = make(4)
-    with pytest.raises(OptionError, match="size is 0"):
+    with pytest.raises(OptionError, match="size=0"):
         cache.resize(0)
 
 

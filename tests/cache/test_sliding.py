@@ -71,7 +71,7 @@ class TestSize:
     @pytest.mark.parametrize("name", ["window", "n_seq_max", "n_ubatch", "padding"])
     def test_nothing_may_be_0(self, name: str) -> None:
         arguments = {"window": 1, "n_seq_max": 1, "n_ubatch": 1, "padding": 1, name: 0}
-        with pytest.raises(OptionError, match=f"{name} is 0"):
+        with pytest.raises(OptionError, match=f"{name}=0"):
             sliding_size(**arguments)
 
     @pytest.mark.parametrize("windows", [(0,), (0, 0), (3, 0), (3, 4), ()])

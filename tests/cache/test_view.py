@@ -47,7 +47,7 @@ def test_owners_are_limited_the_smallest_first() -> None:
         cache.seq_cp(3, seq)
     assert cache.view(2).sequences[0] == (0, 1)
     assert cache.view().sequences[0] == (0, 1, 2, 3)
-    with pytest.raises(OptionError, match="n_seq_max is 0"):
+    with pytest.raises(OptionError, match="n_seq_max=0"):
         cache.view(0)
 
 

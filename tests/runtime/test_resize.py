@@ -116,5 +116,5 @@ def test_a_context_compacts_when_asked_to(model: Model) -> None:
             context.cache.seq_rm(0, position, position + 1)
         context.decode(Batch.of([1]))
         assert attention(context).cell_max() == context.cache.used == 101
-    with pytest.raises(OptionError, match=r"defrag_threshold is 1\.5"):
+    with pytest.raises(OptionError, match=r"defrag_threshold=1\.5"):
         model.context(defrag_threshold=1.5)

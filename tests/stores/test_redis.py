@@ -473,7 +473,7 @@ def test_the_longest_time_that_can_be(open_store: Open, server: RedisClient) -> 
 def test_bad_arguments_are_refused(redis_url: str) -> None:
     for ttl in (0, 0.0001, -1, MAX_AGE_S + 1, 1e300, float("inf"), float("nan")):
         message = refusal(OptionError, lambda t=ttl: RedisStore(redis_url, ttl_s=t))  # type: ignore[misc]
-        assert message == f"ttl_s {ttl}: give seconds, from 0.001 to 3153600000, or None"
+        assert message == f"ttl_s={ttl}: must be a number in [0.001, 3153600000]"
     for url in ("http://x", "redis://[", "redis://host:port"):
         refusal(OptionError, lambda u=url: RedisStore(u))  # type: ignore[misc]
 

@@ -12,7 +12,6 @@ What that means for the bytes is in ``rows.py``, and how it is taken back in ``t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,14 +39,18 @@ from kvcellar.cellsets import (
     cell_bounds,
     cell_count,
     cells_where,
+    clamp_delta,
+    clamp_divisor,
     clamp_range,
     pack_owners,
 )
 from kvcellar.errors import (
     CacheFull,
-    OptionError,
     ShiftUnsupported,
     SnapshotMismatch,
+    check_bool,
+    check_choice,
+    check_kind,
 )
 from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array
 
@@ -72,8 +75,9 @@ class AttentionCache(Cache):
         *,
         defrag_threshold: float | None = None,
     ) -> None:
-        if on_shared not in ("copy", "move"):
-            raise OptionError(f"on_shared={on_shared!r}: one of 'copy', 'move'")
+        check_kind("spec", spec, CacheSpec)
+        check_kind("store.spec", getattr(store, "spec", None), CacheSpec, made="a store of K and V")
+        check_choice("on_shared", on_shared, ("copy", "move"))
         super().__init__()
         self.spec = spec
         self.store = store
@@ -151,6 +155,7 @@ class AttentionCache(Cache):
 
     def makes_room(self, seq_id: int, start: int, stop: int, *, in_place: bool = True) -> bool:
         """Whether removing tokens leaves more cells than moving or decoding others takes."""
+        self._check_removal(seq_id, start, stop, in_place)
         cells = self.table.cells_of(seq_id)
         if stop > len(cells):
             return True
@@ -200,7 +205,7 @@ class AttentionCache(Cache):
         """
         self.require_idle()
         table, seq = self.table, self.table.checked(seq_id)
-        (lo, hi), delta = clamp_range(p0, p1), operator.index(delta)
+        (lo, hi), delta = clamp_range(p0, p1), clamp_delta(delta)
         if hi <= lo:
             return
         cells, freed = table.cells_between(seq, lo, hi), NO_CELLS
@@ -223,9 +228,7 @@ class AttentionCache(Cache):
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range by d, truncating; raises as :meth:`seq_add` does."""
         self.require_idle()
-        if d < 1:
-            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        seq, (lo, hi) = self.table.checked(seq_id), clamp_range(p0, p1)
+        d, seq, (lo, hi) = clamp_divisor(d), self.table.checked(seq_id), clamp_range(p0, p1)
         cells = self.table.cells_between(seq, lo, hi)
         if cell_count(cells) and d > 1:
             moving = cells_where(cells, self.table.positions[cells] > 0)
@@ -238,7 +241,7 @@ class AttentionCache(Cache):
     def clear(self, data: bool = True) -> None:
         """Empty the cache; ``data=False`` leaves the buffers as they are."""
         self.require_idle()
-        self._sync.clear(data)
+        self._sync.clear(check_bool("data", data))
 
     @atomic
     def defrag(self, max_moves: int | None = None) -> None:
@@ -260,8 +263,9 @@ class AttentionCache(Cache):
     @atomic
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on; returns p0, or what follows the last position if lower."""
-        self.seq_rm(seq_id, max(p0, 0), -1)
-        return min(max(p0, 0), self.seq_pos_max(seq_id) + 1)
+        seq, (lo, _) = self.table.checked(seq_id), clamp_range(p0, -1)
+        self.seq_rm(seq, lo, -1)
+        return min(lo, self.seq_pos_max(seq) + 1)
 
     @atomic
     def seq_cut(self, seq_id: int, p0: int, p1: int) -> bool:

@@ -29,9 +29,16 @@ from kvcellar.cache.content import SequenceData
 from kvcellar.cache.placement import CellPart, OpenBatch, Placement
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cache.view import CacheView
-from kvcellar.cellsets import clamp_range
-from kvcellar.errors import CacheError, OptionError, not_copied
-from kvcellar.types import CacheSpec, Int32Array, StateSpec
+from kvcellar.cellsets import checked_id, clamp_range
+from kvcellar.errors import (
+    CacheError,
+    check_bool,
+    check_choice,
+    check_kind,
+    check_range,
+    not_copied,
+)
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, StateSpec
 
 OnShared: TypeAlias = Literal["copy", "move"]
 """What add and div do with a cell that others own too: give the sequence a copy, or move all."""
@@ -119,22 +126,17 @@ class Cache(ABC):
     def seq_positions(self, seq_id: int) -> Int32Array:
         """Where they stand, ascending."""
 
-    def seq_evicted(self, seq_id: int) -> Int32Array:  # noqa: ARG002
+    def seq_evicted(self, seq_id: int) -> Int32Array:
         """The ids of tokens that have left the window, in the order of their positions."""
+        checked_id(seq_id, self.spec.n_seq_max)
         return np.empty(0, np.int32)
 
-    def seq_evicted_positions(self, seq_id: int) -> Int32Array:  # noqa: ARG002
+    def seq_evicted_positions(self, seq_id: int) -> Int32Array:
         """Where those stood, ascending; edits of the sequence move them too."""
+        checked_id(seq_id, self.spec.n_seq_max)
         return np.empty(0, np.int32)
 
-    def makes_room(
-        self,
-        seq_id: int,  # noqa: ARG002
-        start: int,  # noqa: ARG002
-        stop: int,  # noqa: ARG002
-        *,
-        in_place: bool = True,  # noqa: ARG002
-    ) -> bool:
+    def makes_room(self, seq_id: int, start: int, stop: int, *, in_place: bool = True) -> bool:
         """Whether removing the sequence's tokens ``[start, stop)`` leaves room for more.
 
         Args:
@@ -143,7 +145,14 @@ class Cache(ABC):
             stop: the first one behind them; it and what follows moves up, or is decoded again.
             in_place: whether it moves, where positions can be moved.
         """
+        self._check_removal(seq_id, start, stop, in_place)
         return True
+
+    def _check_removal(self, seq_id: int, start: int, stop: int, in_place: bool) -> None:
+        """Check the arguments of :meth:`makes_room`."""
+        checked_id(seq_id, self.spec.n_seq_max)
+        check_range("start", start, 0, check_range("stop", stop, 0, MAX_POSITION))
+        check_bool("in_place", in_place)
 
     @abstractmethod
     def view(self, n_seq_max: int | None = None) -> CacheView:
@@ -217,12 +226,13 @@ class Cache(ABC):
         nothing older was kept.
         """
 
-    def checkpoint(self, seq_id: int) -> bool:  # noqa: ARG002
+    def checkpoint(self, seq_id: int) -> bool:
         """Keep what cannot be cut of a sequence, to go back to where it ends now.
 
         Returns:
             False if there is nothing to keep, or no budget for it.
         """
+        checked_id(seq_id, self.spec.n_seq_max)
         return False
 
     @atomic
@@ -241,9 +251,7 @@ class Cache(ABC):
         self.require_idle()
         if self.in_transaction:
             raise CacheError("a transaction is open: end it before resizing")
-        if size < 1:
-            raise OptionError(f"size is {size}: it must be at least 1")
-        self._resize(size)
+        self._resize(check_range("size", size, 1, MAX_POSITION))
 
     @abstractmethod
     def export(self, seq_ids: Sequence[int], lo: int, hi: int, checkpoints: bool) -> SequenceData:
@@ -314,6 +322,9 @@ class Cache(ABC):
             CacheFull: fewer cells are free than the batch has tokens.
         """
         self.require_idle()
+        check_kind("batch", batch, Batch, made="for example Batch.of([1, 2])")
+        check_range("n_ubatch", n_ubatch, 1, MAX_POSITION)
+        check_choice("coupled", coupled, ("same", "any"))
         batch.check_model(n_vocab, n_embd)
         rows = batch.resolve(self.spec.n_seq_max, self.seq_pos_max)
         self.check_rows(rows, coupled)
@@ -519,9 +530,8 @@ class CheckpointBudget:
     max_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name, value in (("n_max", self.n_max), ("max_bytes", self.max_bytes)):
-            if value < 0:
-                raise OptionError(f"{name} is {value}: 0 for no checkpoints, or more")
+        check_range("n_max", self.n_max, 0, MAX_POSITION)
+        check_range("max_bytes", self.max_bytes, 0, 2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,9 +552,10 @@ class CheckpointPolicy:
     every: int = 256
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise OptionError(f"every is {self.every}: it must be at least 1")
+        check_kind("budget", self.budget, CheckpointBudget)
+        check_range("every", self.every, 1, MAX_POSITION)
 
     def limit(self, row_bytes: int) -> int:
         """How many states of that size may be kept."""
+        row_bytes = check_range("row_bytes", row_bytes, 0, 2**62)
         return min(self.budget.n_max, self.budget.max_bytes // max(row_bytes, 1))

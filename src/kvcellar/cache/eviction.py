@@ -29,9 +29,12 @@ from kvcellar.cache.rows import StoreSync
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
 from kvcellar.cells import CellTable, SavedCells, padded_n_kv
 from kvcellar.cellsets import cell_count, cell_numbers
-from kvcellar.errors import CacheFull, OptionError
+from kvcellar.errors import (
+    CacheFull,
+    check_range,
+)
 from kvcellar.plan import CellPlan
-from kvcellar.types import BoolArray, Float16Array, Int32Array, Int64Array
+from kvcellar.types import MAX_POSITION, BoolArray, Float16Array, Int32Array, Int64Array
 
 Positions: TypeAlias = "Int32Array | Int64Array"
 
@@ -391,7 +394,6 @@ def sliding_size(
     """
     sizes = {"window": window, "n_seq_max": n_seq_max, "n_ubatch": n_ubatch, "padding": padding}
     for name, value in sizes.items():
-        if value < 1:
-            raise OptionError(f"{name} is {value}: it must be at least 1")
+        check_range(name, value, 1, MAX_POSITION)
     size = -(-(n_kept(window) * n_seq_max + n_ubatch) // padding) * padding
     return size if n_ctx is None else min(size, n_ctx)

@@ -29,8 +29,16 @@ from kvcellar.cache.placement import CellPart
 from kvcellar.cache.recurrent import RecurrentCache
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cache.view import CacheView
-from kvcellar.errors import InvariantError, NotSupported, OptionError
-from kvcellar.types import CacheSpec, Int32Array, StateSpec
+from kvcellar.cellsets import clamp_range
+from kvcellar.errors import (
+    InvariantError,
+    NotSupported,
+    OptionError,
+    check_bool,
+    check_kind,
+    shown,
+)
+from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, StateSpec
 
 
 class HybridCache(Cache):
@@ -50,6 +58,9 @@ class HybridCache(Cache):
         self, groups: Sequence[AttentionCache], states: RecurrentCache | None = None
     ) -> None:
         super().__init__()
+        check_kind("groups", groups, list, tuple)
+        for part in (*groups, *([] if states is None else [states])):
+            check_kind("a part", part, Cache)
         self.groups = tuple(groups)
         self.states = states
         self.parts = self.groups if states is None else (*self.groups, states)
@@ -136,9 +147,10 @@ class HybridCache(Cache):
         start: int,
         stop: int,
         *,
-        in_place: bool = True,  # noqa: ARG002  (some part may have to decode again)
+        in_place: bool = True,
     ) -> bool:
         """Whether removing tokens leaves room for more, what follows being decoded again."""
+        check_bool("in_place", in_place)  # but some part may have to decode again
         return self._primary.makes_room(seq_id, start, stop, in_place=False)
 
     def view(self, n_seq_max: int | None = None) -> CacheView:
@@ -161,7 +173,7 @@ class HybridCache(Cache):
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence (-1: every one) from the range; False if a part cannot."""
         self.require_idle()
-        if self._n_choosy < 2 or (p0 <= 0 and p1 < 0):
+        if self._n_choosy < 2 or clamp_range(p0, p1) == (0, MAX_POSITION):
             return all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
         return self.changes.attempt(
             lambda: all(part.seq_rm(seq_id, p0, p1) for part in self._asked)
@@ -179,13 +191,15 @@ class HybridCache(Cache):
         """
         self.require_idle()
         first, end = self._primary.seq_pos_min(src), self._primary.seq_pos_max(src)
-        if p0 <= max(first, 0) and (p1 < 0 or p1 > end):
+        lo, hi = clamp_range(p0, p1)
+        if lo <= max(first, 0) and hi > end:
             for part in self._asked:
                 part.seq_cp(src, dst, -1, -1)
             return
         if not self._knows_each_token(src) or not self._knows_each_token(dst):
             raise NotSupported(
-                f"seq_cp of positions {p0} to {p1} of sequence {src}, which reaches to {end}: "
+                f"seq_cp of positions {shown(p0)} to {shown(p1)} of sequence {src}, which reaches "
+                f"to {end}: "
                 "copy all of it (-1, -1), then rewind the copy"
             )
         self._on_all(dst, lambda part: part.seq_cp(src, dst, p0, p1))
@@ -242,7 +256,7 @@ class HybridCache(Cache):
     def rewind(self, seq_id: int, p0: int) -> int:
         """Drop a sequence from p0 on, and as much before it as some part has to drop."""
         self.require_idle()
-        end = max(p0, 0)
+        end, _ = clamp_range(p0, -1)
         while True:
             # Going back in two steps ends where one would: what a step drops lies behind its end.
             ends = [part.rewind(seq_id, end) for part in self._asked]

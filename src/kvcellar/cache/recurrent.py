@@ -16,7 +16,6 @@ may stand at different positions, and a state stands for many tokens, which a ce
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,23 @@ from kvcellar.cache.state_placement import StatePlacement, plan_rows
 from kvcellar.cache.states import History, SequenceState, StateTable
 from kvcellar.cache.view import CacheView
 from kvcellar.cells import CellTable
-from kvcellar.cellsets import checked_id, clamp_range, pack_owners, unpack_owners
-from kvcellar.errors import BatchError, CacheFull, OptionError, PositionError
+from kvcellar.cellsets import (
+    checked_id,
+    clamp_delta,
+    clamp_divisor,
+    clamp_range,
+    means_all,
+    pack_owners,
+    unpack_owners,
+)
+from kvcellar.errors import (
+    BatchError,
+    CacheFull,
+    PositionError,
+    check_bool,
+    check_kind,
+    check_range,
+)
 from kvcellar.types import MAX_POSITION, CacheSpec, Int32Array, Int64Array, StateSpec
 
 
@@ -59,6 +73,9 @@ class RecurrentCache(Cache):
         size: int = MAX_POSITION,
     ) -> None:
         super().__init__()
+        check_kind("store.spec", getattr(store, "spec", None), StateSpec, made="a store of states")
+        if policy is not None:
+            check_kind("policy", policy, CheckpointPolicy)
         self.store = store
         self.spec = CacheSpec(size, store.spec.n_seq_max, ())
         self.states = StateTable(store.spec, policy or CheckpointPolicy())
@@ -149,7 +166,7 @@ class RecurrentCache(Cache):
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drop a sequence, or all of them (-1) or none, from the range; False if it cannot."""
         self.require_idle()
-        seqs = range(self.spec.n_seq_max) if seq_id == -1 else [self._checked(seq_id)]
+        seqs = range(self.spec.n_seq_max) if means_all(seq_id) else [self._checked(seq_id)]
         lo, hi = clamp_range(p0, p1)
         left = list(self.states.of)
         for seq in seqs:
@@ -184,7 +201,7 @@ class RecurrentCache(Cache):
             NotSupported: some tokens would fall below 0, but not all.
         """
         self.require_idle()
-        seq, delta = self._checked(seq_id), operator.index(delta)
+        seq, delta = self._checked(seq_id), clamp_delta(delta)
         if held := self.states.of[seq]:
             self.states.of[seq] = held.shifted(*clamp_range(p0, p1), delta)
 
@@ -196,9 +213,7 @@ class RecurrentCache(Cache):
             PositionError: tokens would change their order.
         """
         self.require_idle()
-        if d < 1:
-            raise OptionError(f"seq_div by {d}: the divisor must be at least 1")
-        seq = self._checked(seq_id)
+        seq, d = self._checked(seq_id), clamp_divisor(d)
         if held := self.states.of[seq]:
             self.states.of[seq] = held.divided(*clamp_range(p0, p1), d)
 
@@ -209,6 +224,7 @@ class RecurrentCache(Cache):
         Rows that a transaction may want back are zeroed when the outermost one is committed.
         """
         self.require_idle()
+        check_bool("data", data)
         self.states.of[:] = [None] * self.spec.n_seq_max
         if not data:
             return
@@ -221,9 +237,11 @@ class RecurrentCache(Cache):
         self.store.wipe(np.array(self.states.unused(), np.int64))
 
     @atomic
-    def defrag(self, max_moves: int | None = None) -> None:  # noqa: ARG002
+    def defrag(self, max_moves: int | None = None) -> None:
         """Nothing to do: states are found by row, wherever they lie."""
         self.require_idle()
+        if max_moves is not None:
+            check_range("max_moves", max_moves, 1, MAX_POSITION)
 
     @atomic
     def update(self) -> None:
@@ -236,7 +254,7 @@ class RecurrentCache(Cache):
     def rewind(self, seq_id: int, p0: int) -> int:
         """Go back to the newest state without anything from p0 on; returns where to go on."""
         self.require_idle()
-        seq, p0 = self._checked(seq_id), max(operator.index(p0), 0)
+        seq, (p0, _) = self._checked(seq_id), clamp_range(p0, -1)
         if held := self.states.of[seq]:
             self.states.of[seq] = held.rewound(p0)
         return min(p0, self.seq_pos_max(seq) + 1)

@@ -22,8 +22,14 @@ from kvcellar.cache.placement import find_cells
 from kvcellar.cache.transaction import Journal, KeptRows, stored_parts
 from kvcellar.cells import Cells, CellTable
 from kvcellar.cellsets import cell_numbers
-from kvcellar.errors import CacheFull, NotSupported, OptionError
-from kvcellar.types import BoolArray, Int64Array
+from kvcellar.errors import (
+    CacheFull,
+    NotSupported,
+    OptionError,
+    check_range,
+    check_real,
+)
+from kvcellar.types import MAX_POSITION, BoolArray, Int64Array
 
 _WORTHWHILE = 128  # cells below which compaction never pays
 AUTOMATIC_MOVES = 256
@@ -41,7 +47,7 @@ class StoreSync:
     """
 
     def __init__(self, table: CellTable, store: KVStore, defrag_threshold: float | None) -> None:
-        check_threshold(defrag_threshold)
+        defrag_threshold = check_threshold(defrag_threshold)
         self._table = table
         self._store = store
         self._threshold = defrag_threshold
@@ -80,8 +86,8 @@ class StoreSync:
     def request(self, max_moves: int | None) -> None:
         """Ask for compaction at the next update."""
         self.require_copy("defrag")
-        if max_moves is not None and max_moves < 1:
-            raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
+        if max_moves is not None:
+            max_moves = check_range("max_moves", max_moves, 1, MAX_POSITION)
         self._request = self._table.size if max_moves is None else max_moves
 
     def update(self, remember: Remember) -> None:
@@ -259,10 +265,17 @@ class StoreSync:
         self.mark_held()
 
 
-def check_threshold(defrag_threshold: float | None) -> None:
-    """Raise OptionError if compaction cannot be wanted from that share of holes on."""
-    if defrag_threshold is not None and not 0.0 <= defrag_threshold < 1.0:
-        raise OptionError(f"defrag_threshold is {defrag_threshold}: it must be in [0, 1)")
+def check_threshold(defrag_threshold: float | None) -> float | None:
+    """Return the share of holes from which on compaction is wanted; None stays.
+
+    Raises:
+        OptionError: it is no number in [0, 1).
+    """
+    if defrag_threshold is None:
+        return None
+    if (share := check_real("defrag_threshold", defrag_threshold, 0.0, 1.0)) == 1.0:
+        raise OptionError("defrag_threshold=1: must be below 1")
+    return share
 
 
 def fragmentation(cell_max: int, used: int) -> float:
@@ -294,8 +307,8 @@ def plan_moves(
         max_moves: how many runs may be moved at most; None moves all.
         fixed: whether each cell, used or not, has to be left as it is; None: no cell.
     """
-    if max_moves is not None and max_moves < 1:
-        raise OptionError(f"max_moves is {max_moves}: it must be at least 1")
+    if max_moves is not None:
+        check_range("max_moves", max_moves, 1, MAX_POSITION)
     held = occupied if fixed is None else occupied | fixed
     used = int(np.count_nonzero(held))
     movable = occupied if fixed is None else occupied & ~fixed

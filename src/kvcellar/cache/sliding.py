@@ -20,7 +20,6 @@ positions, which ``seq_div`` makes, take cells beyond that.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,8 +45,14 @@ from kvcellar.cache.eviction import (
 )
 from kvcellar.cache.placement import CellPart, check_coupled
 from kvcellar.cache.window_checkpoints import WindowCheckpoints, WindowKeeper
-from kvcellar.cellsets import clamp_range
-from kvcellar.errors import CacheError, InvariantError, OptionError, SnapshotFileError
+from kvcellar.cellsets import clamp_delta, clamp_divisor, clamp_range, means_all
+from kvcellar.errors import (
+    CacheError,
+    InvariantError,
+    OptionError,
+    SnapshotFileError,
+    check_kind,
+)
 from kvcellar.types import MAX_POSITION, ByteArray, CacheSpec, Int32Array, Int64Array
 
 __all__ = ["SlidingCache", "sliding_size"]
@@ -74,6 +79,9 @@ class SlidingCache(AttentionCache):
         defrag_threshold: float | None = None,
         checkpoints: CheckpointBudget | None = None,
     ) -> None:
+        check_kind("spec", spec, CacheSpec)
+        if checkpoints is not None:
+            check_kind("checkpoints", checkpoints, CheckpointBudget)
         windows = sorted({layer.window for layer in spec.layers})
         if len(windows) != 1 or windows[0] < 1:
             raise OptionError(
@@ -135,8 +143,8 @@ class SlidingCache(AttentionCache):
         """
         self.require_idle()
         lo, hi = clamp_range(p0, p1)
-        everyone = range(self.table.n_seq_max)
-        seqs = everyone if seq_id == -1 else [self.table.checked(seq_id)]
+        seq_id = -1 if means_all(seq_id) else self.table.checked(seq_id)
+        seqs = range(self.table.n_seq_max) if seq_id == -1 else [seq_id]
         if hi <= lo:
             return True
         if all(self._can_lose(seq, lo, hi) for seq in seqs):
@@ -188,16 +196,16 @@ class SlidingCache(AttentionCache):
             PositionError, ShiftUnsupported, CacheFull, NotSupported: as for an AttentionCache;
                 copies of shared cells take free cells only.
         """
-        lo, hi = clamp_range(p0, p1)
-        evicted = self._moved("seq_add", seq_id, lo, hi, lambda at: at + operator.index(delta))
+        (lo, hi), delta = clamp_range(p0, p1), clamp_delta(delta)
+        evicted = self._moved("seq_add", seq_id, lo, hi, lambda at: at + delta)
         super().seq_add(seq_id, p0, p1, delta)
         self._take_over(seq_id, evicted)
 
     @atomic
     def seq_div(self, seq_id: int, p0: int, p1: int, d: int) -> None:
         """Divide positions in the range, those of evicted tokens too; as :meth:`seq_add`."""
-        lo, hi = clamp_range(p0, p1)
-        evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // max(d, 1))
+        (lo, hi), d = clamp_range(p0, p1), clamp_divisor(d)
+        evicted = self._moved("seq_div", seq_id, lo, hi, lambda at: at // d)
         super().seq_div(seq_id, p0, p1, d)
         self._take_over(seq_id, evicted)
 
@@ -217,7 +225,7 @@ class SlidingCache(AttentionCache):
             Where to decode on: p0, or what follows the last position if that is lower; else the
             end of the last checkpoint before p0; else 0, the sequence being empty.
         """
-        p0 = max(p0, 0)
+        seq_id, (p0, _) = self.table.checked(seq_id), clamp_range(p0, -1)
         if self.seq_rm(seq_id, p0, -1):
             return min(p0, self.seq_pos_max(seq_id) + 1)
         found = self._checkpoints.before(seq_id, p0)

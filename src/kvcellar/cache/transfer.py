@@ -16,7 +16,15 @@ from kvcellar.cache.content import SequenceData
 from kvcellar.cache.content_checks import check_content
 from kvcellar.cache.eviction import within
 from kvcellar.cellsets import clamp_range
-from kvcellar.errors import NotSupported, OptionError, PositionError
+from kvcellar.errors import (
+    NotSupported,
+    OptionError,
+    PositionError,
+    check_bool,
+    check_integers,
+    check_kind,
+    check_range,
+)
 from kvcellar.types import MAX_POSITION, Int32Array
 
 
@@ -39,6 +47,9 @@ def state_get(
         SequenceIdError: no such sequence.
         OptionError: one is named twice.
     """
+    check_kind("cache", cache, Cache)
+    seq_ids = check_integers("seq_ids", seq_ids)
+    checkpoints = check_bool("checkpoints", checkpoints)
     _check_distinct(seq_ids)
     lo, hi = clamp_range(p0, p1)
     for seq in seq_ids:
@@ -96,8 +107,12 @@ def state_set(
         NotSupported: it is a piece and the cache has states or windows, or those are to be added
             to a sequence that is not empty.
     """
+    check_kind("cache", cache, Cache)
+    check_kind("content", content, SequenceData, made="state_get(…)")
     check_content(content, cache.store_specs)
-    cache.changes.run(put_content, cache, content, seq_ids, shift=shift)
+    ids = check_integers("seq_ids", seq_ids)
+    shift = check_range("shift", shift, -MAX_POSITION, MAX_POSITION)
+    cache.changes.run(put_content, cache, content, ids, shift=shift)
 
 
 def put_content(

@@ -24,8 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcellar.cellsets import unpack_owners
-from kvcellar.errors import OptionError
-from kvcellar.types import Int32Array, OwnerBits
+from kvcellar.errors import (
+    check_callable,
+    check_range,
+)
+from kvcellar.types import MAX_POSITION, Int32Array, OwnerBits
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,6 +48,7 @@ FIGURES = (
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WIDTH = 64
 _MAX_GLYPHS = 1024
+_MAX_INDENT = 64
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 
@@ -67,9 +71,9 @@ class CacheView:
     @classmethod
     def of(cls, table: CellTable, n_seq_max: int | None = None) -> CacheView:
         """The state of a table, with at most n_seq_max owners (None: all) shown a cell."""
-        shown = table.n_seq_max if n_seq_max is None else n_seq_max
-        if shown < 1:
-            raise OptionError(f"n_seq_max is {shown}: it must be at least 1")
+        shown = table.n_seq_max
+        if n_seq_max is not None:
+            shown = check_range("n_seq_max", n_seq_max, 1, MAX_POSITION)
         arrays = (table.positions.copy(), table.tokens.copy(), table.owners.copy())
         for array in arrays:
             array.flags.writeable = False
@@ -150,6 +154,7 @@ class CacheView:
 
     def with_texts(self, text_of: Callable[[int], str]) -> CacheView:
         """The same view knowing what its tokens say, for HTML and JSON."""
+        check_callable("text_of", text_of)
         known = np.unique(self.tokens[self.tokens >= 0]).tolist()
         return replace(self, texts={token: text_of(token) for token in known})
 
@@ -176,6 +181,8 @@ class CacheView:
 
     def to_json(self, indent: int | None = None) -> str:
         """:meth:`as_dict` as JSON text, in ASCII."""
+        if indent is not None:
+            indent = check_range("indent", indent, 0, _MAX_INDENT)
         return json.dumps(self.as_dict(), indent=indent)
 
     def __eq__(self, other: object) -> bool:

@@ -27,11 +27,18 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, StoreError
+from kvcellar.errors import (
+    OptionError,
+    SnapshotError,
+    SnapshotFileError,
+    StoreError,
+    check_kind,
+    check_path,
+)
 from kvcellar.files import open_regular, why
 from kvcellar.prompts.blocks import check_block
 from kvcellar.snapshot.atomic import replacing
-from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, encode_note
+from kvcellar.stores.base import BytesLike, Entry, Note, Store, check_key, check_store, encode_note
 
 FORMAT, VERSION = "kvcellar-prompts", 1
 _INDEX = "index.json"
@@ -82,6 +89,10 @@ def export_blocks(store: Store, blocks: Sequence[Entry], path: Path) -> int:
         SnapshotFileError: a block is damaged or gone, or the file cannot be written; an older file
             is as it was.
     """
+    check_store(store)
+    path = check_path("path", path)
+    for block in check_kind("blocks", blocks, list, tuple):
+        check_kind("blocks", block, Entry)
     with replacing(path) as beside:
         _write(store, blocks, beside)
     return path.stat().st_size
@@ -94,7 +105,7 @@ def check_export(path: Path) -> None:
         SnapshotFileError: the file is damaged, or no export.
         LibraryError: values are compressed by a library that is not installed.
     """
-    with _opened(path) as archive:
+    with _opened(check_path("path", path)) as archive:
         _checked(archive)
 
 
@@ -108,6 +119,8 @@ def import_blocks(store: Store, path: Path) -> Imported:
         SnapshotFileError: the file is damaged, or no export; nothing was put.
         StoreError: a block cannot be put; the message names it, and how many were.
     """
+    check_store(store)
+    path = check_path("path", path)
     with _opened(path) as archive:
         items = _checked(archive)
         put: list[_Item] = []

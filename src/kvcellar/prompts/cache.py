@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from os import PathLike
 from tempfile import SpooledTemporaryFile
 from time import monotonic
 from typing import Literal, TypeAlias, TypeVar
@@ -40,7 +39,10 @@ from kvcellar.errors import (
     OptionError,
     SnapshotError,
     StoreError,
+    check_callable,
+    check_kind,
     check_range,
+    check_text,
     not_copied,
 )
 from kvcellar.prompts.blocks import BlockFormat, Blocks, exact_tokens
@@ -51,7 +53,7 @@ from kvcellar.runtime.saving import Ready
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import pack
 from kvcellar.snapshot.snapshot import SavedText
-from kvcellar.stores.base import Store
+from kvcellar.stores.base import Store, check_store
 from kvcellar.types import KVType
 
 T = TypeVar("T")
@@ -107,16 +109,12 @@ class PromptCache:
         compress: bool = False,
     ) -> None:
         self.block_size = check_range("block_size", block_size, 1, MAX_BLOCK)
-        self.cache_salt = cache_salt
-        if isinstance(store, (str, PathLike)) or store is None:
-            raise OptionError(f"PromptCache({store!r}): open it first: PromptCache(open_store(…))")
+        self.cache_salt = check_text("cache_salt", cache_salt)
+        check_store(store)
         self._store = store
-        for kind in (type_k, type_v):
-            if kind is not None:
-                KVType.parse(kind)
-        if compress:
-            pack(np.empty(0, np.uint8))  # fail now rather than after computing a text
         self._how = SaveOptions(type_k, type_v, compress, checkpoints=False)
+        if self._how.compress:
+            pack(np.empty(0, np.uint8))  # fail now rather than after computing a text
         self._forms = WeakKeyDictionary[Context, BlockFormat]()
         self._troubles: dict[Use, StoreError] = {}
         self._asked_again: dict[Use, float] = {}
@@ -140,6 +138,9 @@ class PromptCache:
             BatchError, CacheFull: as :meth:`Sequence.append`; the sequence is as it was. Blocks
                 computed by then are stored.
         """
+        check_kind("sequence", sequence, Sequence)
+        if on_piece is not None:
+            check_callable("on_piece", on_piece)
         with sequence.context.exclusive(), Spool() as exported:
             context, new, n_before = sequence.context, _ids(sequence, prompt), len(sequence)
             hit, text, is_computed = CacheHit(len(new), 0), self._blocks(context, []), False
@@ -159,11 +160,13 @@ class PromptCache:
                 if hit.n_reused < n_held and not hit.has_failed:  # reading counted as a use
                     self._store_if_possible(sequence, text, len(text.keys), exported)
             except BaseException:
-                if not is_computed and not hit.has_failed:
-                    n_held = context.cache.seq_count(sequence.seq_id)
-                    n = min(n_held // self.block_size, len(text.keys))
-                    self._store_if_possible(sequence, text, n, exported)
-                sequence.trim(len(sequence) - n_before)
+                try:
+                    if not is_computed and not hit.has_failed:
+                        n_held = context.cache.seq_count(sequence.seq_id)
+                        n = min(n_held // self.block_size, len(text.keys))
+                        self._store_if_possible(sequence, text, n, exported)
+                finally:
+                    _trim_to(sequence, n_before)
                 raise
             return hit
 
@@ -177,6 +180,7 @@ class PromptCache:
             OptionError: the sequence is not empty.
             CacheFull: there is no room; the sequence is empty.
         """
+        check_kind("sequence", sequence, Sequence)
         with sequence.context.exclusive():
             if len(sequence):
                 raise OptionError(f"restore: sequence {sequence.seq_id} is not empty")
@@ -184,7 +188,7 @@ class PromptCache:
             try:
                 return self._restore_if_possible(sequence, text)
             except BaseException:
-                sequence.trim(len(sequence))
+                _trim_to(sequence, 0)
                 raise
 
     def store(self, sequence: Sequence) -> int:
@@ -196,6 +200,7 @@ class PromptCache:
         Raises:
             StoreError: the store cannot be written.
         """
+        check_kind("sequence", sequence, Sequence)
         with sequence.context.exclusive(), Spool() as exported:
             sequence.compute_pending()
             text = self._exact_blocks(sequence, [])
@@ -451,6 +456,15 @@ class Spool:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _trim_to(sequence: Sequence, n_tokens: int) -> None:
+    """Trim a sequence, also if an exception from outside comes meanwhile."""
+    try:
+        sequence.trim(len(sequence) - n_tokens)
+    except BaseException:
+        sequence.trim(len(sequence) - n_tokens)
+        raise
 
 
 def _ids(sequence: Sequence, prompt: str | Iterable[int]) -> list[int]:

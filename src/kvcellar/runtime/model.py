@@ -10,8 +10,18 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+
 from kvcellar.backends.base import ModelFile, OpenMemory
-from kvcellar.errors import ClosedError, ModelFileError, OptionError, not_copied
+from kvcellar.errors import (
+    ClosedError,
+    ModelFileError,
+    OptionError,
+    check_choice,
+    check_kind,
+    check_path,
+    not_copied,
+)
 from kvcellar.files import FileStamp
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.models.registry import load_architecture
@@ -72,7 +82,7 @@ class Model:
         if pre is not None:
             check_pre(pre)
         self._pre = pre
-        self._file = open_model_file(path, backend, n_threads)
+        self._file = open_model_file(check_path("path", path), backend, n_threads)
         self.path = self._file.path
         self.metadata: Mapping[str, object] = self._file.metadata
         self.backend = backend
@@ -165,7 +175,7 @@ class Model:
 
     def why_no_kernel(self, spec: CacheSpec) -> str | None:
         """Return why attention cannot run in a kernel of our own; None if it can."""
-        return self._file.why_no_kernel(spec)
+        return self._file.why_no_kernel(check_kind("spec", spec, CacheSpec))
 
     @cached_property
     def weights_hash(self) -> str:
@@ -185,6 +195,10 @@ class Model:
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
         """Convert rows of K or V ``[n, row_bytes]`` to another format, for snapshots."""
+        if check_kind("rows", rows, np.ndarray).ndim != 2 or rows.dtype != np.uint8:
+            raise OptionError(f"rows: {rows.dtype} {rows.shape}: bytes [n, row_bytes] are needed")
+        for name, form in (("src", src), ("dst", dst)):
+            check_kind(name, form, RowFormat)
         return self._file.convert_rows(rows, src, dst)
 
     def open_memory(self, spec: MemorySpec, *, kernel: bool, products: bool) -> OpenMemory:
@@ -244,8 +258,7 @@ def open_model_file(path: str | Path, backend: str, n_threads: int | None) -> Mo
         ModelFileError: the file is missing, truncated, damaged or not GGUF.
         LibraryError: the backend's library cannot be used.
     """
-    if backend not in BACKENDS:
-        raise OptionError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    check_choice("backend", backend, tuple(BACKENDS))
     module, _, name = BACKENDS[backend].partition(":")
     opened: ModelFile[Any] = getattr(import_module(module), name)(path, n_threads)
     return opened

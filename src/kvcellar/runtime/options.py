@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvcellar.cache.recurrent import state_rows
+from kvcellar.cache.rows import check_threshold
 from kvcellar.cache.sliding import sliding_size
 from kvcellar.errors import (
     OptionError,
@@ -19,7 +20,6 @@ from kvcellar.errors import (
     check_callable,
     check_kind,
     check_range,
-    check_real,
 )
 from kvcellar.models.blocks import ModelSpec
 from kvcellar.types import (
@@ -91,10 +91,10 @@ class ContextOptions:
         self._set("n_ubatch", check_range, 1, MAX_CELLS)
         self._set("flash_attn", _bool)
         self._set("kernel", _bool)
-        self._set("defrag_threshold", _threshold)
         self._set("swa_full", check_bool)
         self._set("checkpoints", check_range, 0, MAX_CHECKPOINTS)
         self._set("checkpoint_bytes", _range, 0, 2**62)
+        object.__setattr__(self, "defrag_threshold", check_threshold(self.defrag_threshold))
         for name in ("type_k", "type_v"):
             object.__setattr__(self, name, KVType.parse(getattr(self, name)))
 
@@ -182,12 +182,6 @@ def _range(name: str, value: int | None, low: int, high: int) -> int | None:
 
 def _bool(name: str, value: bool | None) -> bool | None:
     return None if value is None else check_bool(name, value)
-
-
-def _threshold(name: str, value: float | None) -> float | None:
-    if value is not None and (value := check_real(name, value, 0.0, 1.0)) == 1.0:
-        raise OptionError(f"{name}={value}: must be in [0, 1)")
-    return value
 
 
 @dataclass(frozen=True, slots=True)

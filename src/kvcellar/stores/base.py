@@ -7,12 +7,21 @@ writers of one key write values that mean the same. A store knows nothing of a v
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, get_args
 
-from kvcellar.errors import OptionError
+from kvcellar.errors import (
+    OptionError,
+    check_choice,
+    check_kind,
+    check_path,
+    check_range,
+    shown,
+)
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 Buffer: TypeAlias = BytesLike  # goes with the next release
@@ -135,10 +144,15 @@ def check_key(key: str) -> str:
     """Return the key; refuse one that could be taken for anything else, such as a path."""
     if not is_key(key):
         raise OptionError(
-            f"key {key!r}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
+            f"key {shown(key, 200)}: a key is 1 to 128 characters of 0-9, a-z, '.', '_' and '-', "
             "and does not begin with a dot"
         )
     return key
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """Return the keys in a list, each checked."""
+    return [check_key(key) for key in check_kind("keys", keys, list, tuple)]
 
 
 def is_key(key: object) -> bool:
@@ -147,10 +161,30 @@ def is_key(key: object) -> bool:
 
 
 def check_budget(max_bytes: int | None) -> int | None:
-    """Return the budget; refuse a negative one."""
-    if max_bytes is not None and max_bytes < 0:
-        raise OptionError(f"max_bytes {max_bytes} is negative: give a size in bytes, or None")
-    return max_bytes
+    """Return the budget in bytes; None: no limit."""
+    return None if max_bytes is None else check_range("max_bytes", max_bytes, 0, 2**63 - 1)
+
+
+def expanded(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return a path with the user's folder in place of ``~``."""
+    try:
+        return check_path(name, path).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise OptionError(f"{name}={shown(path)}: {error}") from None
+
+
+def check_search(field: Field, key: str, most: int) -> None:
+    """Check what entries are looked up by."""
+    check_choice("field", field, FIELDS)
+    check_key(key)
+    check_range("most", most, 0, 2**31 - 1)
+
+
+def check_store(store: object) -> None:
+    """Check that something is a store, by its methods: other people write stores too."""
+    verbs = ("put", "get", "has", "touch", "touch_all", "why_absent", "delete", "entries", "find")
+    if isinstance(store, type) or not all(callable(getattr(store, verb, None)) for verb in verbs):
+        raise OptionError(f"store={shown(store)}: open one first, with open_store(…)")
 
 
 def flat(value: Sequence[BytesLike]) -> list[memoryview]:
@@ -166,11 +200,18 @@ def flat(value: Sequence[BytesLike]) -> list[memoryview]:
 
 def encode_note(note: Note | None) -> str:
     """Return a note as JSON."""
+    if note is not None:
+        check_kind("note", note, Mapping)
     found: dict[object, object] = dict((note or {}).items())
     for name, content in found.items():
         if not isinstance(name, str) or not isinstance(content, (str, int)):
-            raise OptionError(f"note {name!r}: {content!r}: a note has names, and str or int each")
-    text = json.dumps(found)
+            raise OptionError(
+                f"note {shown(name)}: {shown(content)}: a note has names, and str or int each"
+            )
+    try:
+        text = json.dumps(found)
+    except ValueError as error:  # a number of too many digits
+        raise OptionError(f"note: {error}") from None
     if len(text) > MAX_NOTE:
         raise OptionError(f"note of {len(text)} characters: at most {MAX_NOTE} are kept")
     return text

@@ -19,6 +19,8 @@ from kvcellar.stores.base import (
     Note,
     check_budget,
     check_key,
+    check_keys,
+    check_search,
     decode_note,
     encode_note,
     flat,
@@ -89,7 +91,7 @@ class MemoryStore:
 
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Make values the most recently used; return which are there."""
-        return {key for key in keys if self.touch(key)}
+        return {key for key in check_keys(keys) if self.touch(key)}
 
     def why_absent(self, key: str) -> Absence:
         """What was deleted counts as never stored."""
@@ -116,7 +118,7 @@ class MemoryStore:
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there. Looks at all of them."""
-        check_key(key)
+        check_search(field, key, most)
         return list(islice((e for e in self.entries() if e.note.get(field) == key), most))
 
     @property

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvcellar.errors import OptionError
-from kvcellar.stores.base import Store
+from kvcellar.errors import (
+    OptionError,
+    check_path,
+)
+from kvcellar.stores.base import Store, expanded
 
 _SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]+):")
 
@@ -32,8 +35,7 @@ def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as th
         OptionError: there is no such store, or it has no such option.
         StoreError: the store cannot be opened.
     """
-    name = os.fspath(where)
-    scheme = _scheme(name) if isinstance(where, str) else ""
+    name, scheme = _split(where)
     try:
         return _open(scheme, name, options)
     except TypeError as error:
@@ -42,11 +44,10 @@ def open_store(where: str | os.PathLike[str], **options: Any) -> Store:  # as th
 
 def folder_of(where: str | os.PathLike[str]) -> Path | None:
     """The folder that a path or ``file:`` URL names; None for another kind of store."""
-    name = os.fspath(where)
-    scheme = _scheme(name) if isinstance(where, str) else ""
+    name, scheme = _split(where)
     if scheme not in ("", "file"):
         return None
-    return (_path(name) if scheme else Path(name)).expanduser()
+    return expanded("where", _path(name) if scheme else Path(name))
 
 
 def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
@@ -65,6 +66,12 @@ def _open(scheme: str, name: str, options: dict[str, Any]) -> Store:
     from kvcellar.stores.disk import DiskStore
 
     return DiskStore(_path(name) if scheme else Path(name), **options)
+
+
+def _split(where: str | os.PathLike[str]) -> tuple[str, str]:
+    """What is named, and by which scheme; "": by a path."""
+    check_path("where", where)
+    return os.fspath(where), _scheme(where) if isinstance(where, str) else ""
 
 
 def _scheme(name: str) -> str:

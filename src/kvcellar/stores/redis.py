@@ -22,7 +22,14 @@ from typing import Any
 
 import xxhash
 
-from kvcellar.errors import OptionError, StoreError, not_copied
+from kvcellar.errors import (
+    StoreError,
+    check_bool,
+    check_range,
+    check_real,
+    check_text,
+    not_copied,
+)
 from kvcellar.stores.base import (
     FIELDS,
     MAX_AGE_S,
@@ -32,6 +39,8 @@ from kvcellar.stores.base import (
     Field,
     Note,
     check_key,
+    check_keys,
+    check_search,
     decode_note,
     encode_note,
     flat,
@@ -154,14 +163,16 @@ class RedisStore:
         *,
         prefix: str = "kvcellar:",
         ttl_s: float | None = None,
-        piece_bytes: int | None = None,  # noqa: ARG002
+        piece_bytes: int | None = None,
         read_only: bool = False,
     ) -> None:
-        if ttl_s is not None and not 0.001 <= ttl_s <= MAX_AGE_S:
-            raise OptionError(f"ttl_s {ttl_s}: give seconds, from 0.001 to {MAX_AGE_S}, or None")
-        self.read_only = read_only
+        if ttl_s is not None:
+            check_real("ttl_s", ttl_s, 0.001, MAX_AGE_S)
+        if piece_bytes is not None:
+            check_range("piece_bytes", piece_bytes, 1, 2**63 - 1)
+        self.read_only = check_bool("read_only", read_only)
         self.max_bytes = None
-        self._prefix = prefix
+        self._prefix = check_text("prefix", prefix)
         ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self._times = (ttl_ms, ttl_ms + _TRACE_S * 1000)
         self._client = RedisClient(url)
@@ -223,7 +234,8 @@ class RedisStore:
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Start their times to live again, all at once; return which are there."""
         script, times = (_HAS, ()) if self.read_only else (_USE, self._times)
-        commands = [self._script(script, check_key(key), *times) for key in keys]
+        keys = check_keys(keys)
+        commands = [self._script(script, key, *times) for key in keys]
         there = self._client.calls(*commands, shape=_flags) if commands else []
         return {key for key, is_there in zip(keys, there, strict=True) if is_there}
 
@@ -251,7 +263,8 @@ class RedisStore:
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there; any of them if there are more."""
-        name = f"{self._prefix}by:{field}:{check_key(key)}"
+        check_search(field, key, most)
+        name = f"{self._prefix}by:{field}:{key}"
         heads = self._client.call("SRANDMEMBER", name, most, shape=_names)[:most]
         entries = self._listed(heads)
         gone = [head for head, entry in zip(heads, entries, strict=True) if entry is None]

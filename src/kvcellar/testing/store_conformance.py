@@ -335,7 +335,9 @@ class BudgetConformance:
 
     def test_less_than_nothing_is_refused(self) -> None:
         """By name and value."""
-        assert "max_bytes -1" in refusal(OptionError, lambda: self.open(-1))
+        said = refusal(OptionError, lambda: self.open(-1))
+        assert "max_bytes" in said
+        assert "-1" in said
 
     def test_threads_keep_within_the_budget(self) -> None:
         """Although each of them evicts what others put."""

@@ -14,7 +14,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from kvcellar.errors import TemplateError
+from kvcellar.errors import (
+    TemplateError,
+    check_bool,
+    check_text,
+)
 from kvcellar.text.vocab import Metadata, describe
 
 if TYPE_CHECKING:
@@ -43,17 +47,20 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, bos_token: str | None = None, eos_token: str | None = None
     ) -> None:
+        if source is not None and not isinstance(source, str):
+            raise TemplateError(f"a chat template must be a string, found {describe(source)}")
         if not source:
             raise TemplateError(
                 "the model has no chat template: use a plain prompt, as kvcellar run does, "
                 "or in Python a ChatTemplate of your own"
             )
-        if not isinstance(source, str):
-            raise TemplateError(f"a chat template must be a string, found {describe(source)}")
         if len(source) > _MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(source)} characters: that is too long")
         self.source = source
-        self._special = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._special = {
+            name: "" if token is None else check_text(name, token)
+            for name, token in (("bos_token", bos_token), ("eos_token", eos_token))
+        }
         self._template = _compile(source)
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, ...]]:
@@ -103,6 +110,7 @@ class ChatTemplate:
             TemplateError: a message is malformed, or the template fails.
         """
         _check_messages(messages)
+        check_bool("add_generation_prompt", add_generation_prompt)
         values = {
             **self._special,
             "messages": messages,

@@ -17,14 +17,21 @@ differ from llama.cpp's. Tokens that are matched whole are cut out of a text fir
 from __future__ import annotations
 
 import codecs
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
-from kvcellar.errors import OptionError, TokenizerError, UnsupportedModel
+from kvcellar.errors import (
+    OptionError,
+    TokenizerError,
+    UnsupportedModel,
+    check_bool,
+    check_integers,
+    shown,
+    whole,
+)
 from kvcellar.text.bpe import ByteBpeEncoder, CharBpeEncoder
 from kvcellar.text.plamo import PlamoEncoder
 from kvcellar.text.pre_tokenizers import Form, find_recipe, known_names
@@ -151,6 +158,8 @@ class Tokenizer:
             TokenizerError: a lone surrogate, or a character the vocabulary cannot spell.
         """
         _check_text(text)
+        add_special = check_bool("add_special", add_special)
+        parse_special = check_bool("parse_special", parse_special)
         ids: list[int] = []
         if add_special and self.vocab.add_bos and self.vocab.bos_id is not None:
             ids.append(self.vocab.bos_id)
@@ -180,7 +189,7 @@ class Tokenizer:
             TokenizerError: no such token.
         """
         stream = self.detokenizer(skip_special=skip_special, continuing=continuing)
-        parts = [stream.push(token) for token in ids]
+        parts = [stream.push(token) for token in check_integers("ids", ids, TokenizerError)]
         return "".join(parts) + stream.finish()
 
     def detokenizer(self, *, skip_special: bool = True, continuing: bool = False) -> Detokenizer:
@@ -227,12 +236,10 @@ class Tokenizer:
         return self._partitions[parse_special]
 
     def _check_id(self, token: int) -> int:
-        try:
-            i = operator.index(token)
-        except TypeError:
-            raise TokenizerError(f"a token id must be an integer, found {token!r}") from None
+        if (i := whole(token)) is None:
+            raise TokenizerError(f"a token id must be an integer, found {shown(token)}")
         if not 0 <= i < len(self.vocab):
-            raise TokenizerError(f"no token {i}: the vocabulary has {len(self.vocab)}")
+            raise TokenizerError(f"no token {shown(i)}: the vocabulary has {len(self.vocab)}")
         return i
 
 
@@ -359,9 +366,9 @@ class Detokenizer:
         self, tokenizer: Tokenizer, *, skip_special: bool = True, continuing: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip_special = check_bool("skip_special", skip_special)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_next = tokenizer.strips_space and not continuing
+        self._strip_next = not check_bool("continuing", continuing) and tokenizer.strips_space
 
     def push(self, token: int) -> str:
         """Return the text that this token completes, often "".

@@ -17,7 +17,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvcellar.errors import TokenizerError
+from kvcellar.errors import (
+    TokenizerError,
+    shown,
+)
 from kvcellar.types import Float32Array, Int32Array
 
 Metadata = Mapping[str, object]
@@ -292,8 +295,7 @@ def _check_added(vocab: Vocab) -> None:
 def describe(value: object) -> str:
     """Show a value in an error, shortened."""
     if isinstance(value, str | int | float):
-        text = repr(value)
-        return text if len(text) <= 60 else text[:57] + "..."
+        return shown(value)
     if isinstance(value, Sequence):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, np.ndarray):

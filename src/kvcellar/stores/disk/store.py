@@ -20,8 +20,15 @@ from pathlib import Path
 from threading import get_ident
 
 from kvcellar.disk_errors import NO_ROOM, disk_trouble
-from kvcellar.errors import ClosedError, StoreError, not_copied
+from kvcellar.errors import (
+    ClosedError,
+    StoreError,
+    check_bool,
+    check_real,
+    not_copied,
+)
 from kvcellar.stores.base import (
+    MAX_AGE_S,
     WRITING_S,
     Absence,
     BytesLike,
@@ -30,8 +37,11 @@ from kvcellar.stores.base import (
     Note,
     check_budget,
     check_key,
+    check_keys,
+    check_search,
     decode_note,
     encode_note,
+    expanded,
     flat,
 )
 from kvcellar.stores.disk.access import Access, admit
@@ -114,7 +124,8 @@ class DiskStore:
         read_only: bool = False,
         fsync: bool = True,
     ) -> None:
-        self._root = Path(path).expanduser()
+        self._root = expanded("path", path)
+        read_only, fsync = check_bool("read_only", read_only), check_bool("fsync", fsync)
         self.max_bytes = check_budget(max_bytes)
         self._fsync = fsync
         self._claimed: dict[int, list[Name]] = {}
@@ -173,7 +184,7 @@ class DiskStore:
 
     def touch_all(self, keys: Sequence[str]) -> set[str]:
         """Make values the most recently used, in one transaction; return which are there."""
-        there = [key for key in keys if self.has(key)]
+        there = [key for key in check_keys(keys) if self.has(key)]
         return set(self._use(there)) if there else set()
 
     def why_absent(self, key: str) -> Absence:
@@ -196,7 +207,7 @@ class DiskStore:
 
     def find(self, field: Field, key: str, most: int) -> list[Entry]:
         """Up to ``most`` values whose note has a key there, most recently used first."""
-        check_key(key)
+        check_search(field, key, most)
         return self._index.read(lambda index: index.find(field, key, most))
 
     @property
@@ -222,7 +233,8 @@ class DiskStore:
                 a younger one.
             dry_run: only report what would be removed.
         """
-        if not dry_run:
+        min_age_s = check_real("min_age_s", min_age_s, -MAX_AGE_S, MAX_AGE_S)
+        if not check_bool("dry_run", dry_run):
             self._check_writable()
         work = plan if dry_run else collect
         try:
