@@ -29,6 +29,9 @@ from tests.workers import Worker
 
 WORKER = pytest.StashKey[Worker]()
 
+collect_ignore = [] if "KVCELLAR_PEER_PYTHON" in os.environ else ["runtime/test_llama_peer.py"]
+"""Tests that ask another program are there only where it is."""
+
 
 @pytest.hookimpl(tryfirst=True)  # what --hypothesis-profile names is loaded afterwards
 def pytest_configure(config: pytest.Config) -> None:

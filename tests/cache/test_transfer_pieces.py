@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.base import Cache
-from kvcellar.cache.content import CellData, SequenceData, join, n_kept
+from kvcellar.cache.content import CellData, SequenceData, between, join, n_kept
 from kvcellar.cache.hybrid import HybridCache
 from kvcellar.cache.transfer import state_get, state_set
-from kvcellar.errors import OptionError, SnapshotFileError
+from kvcellar.errors import NotSupported, OptionError, SnapshotFileError
 from tests.cache.kinds import (
     WINDOW,
     check_texts,
@@ -192,3 +192,94 @@ def test_the_pieces_stay_as_they_are() -> None:
     joined.groups[0].rows.k[0][:] = 0
     assert [piece.groups[0].text_of(0).tolist() for piece in pieces] == before
     assert all(piece.groups[0].rows.k[0].any() for piece in pieces)
+
+
+# -- a piece cut out of a content
+
+
+def shared_texts(cache: Cache) -> None:
+    """Sequence 1 begins as sequence 0 does, and each goes on by itself."""
+    put(cache, 0, 6)
+    cache.seq_cp(0, 1, 0, 4)
+    put(cache, 1, 5)
+    put(cache, 0, 2)
+
+
+def assert_same(one: SequenceData, other: SequenceData) -> None:
+    """See that contents of cells alone are equal, whatever the order of owners."""
+    assert (one.n_seqs, one.start) == (other.n_seqs, other.start)
+    for a, b in zip(one.groups, other.groups, strict=True):
+        for name in ("positions", "tokens"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist()
+        pairs = [sorted(map(tuple, group.owners.T.tolist())) for group in (a, b)]
+        assert pairs[0] == pairs[1]
+        assert [_bytes(a, i) for i in range(len(a.positions))] == [
+            _bytes(b, i) for i in range(len(b.positions))
+        ]
+        assert [text.tolist() for text in a.evicted] == [text.tolist() for text in b.evicted]
+
+
+@given(st.integers(0, 10), st.integers(0, 10))
+def test_what_is_cut_out_is_what_would_have_been_taken(lo: int, hi: int) -> None:
+    for cache in (full(), HybridCache([full(), full(window=WINDOW)])):
+        shared_texts(cache)
+        whole = state_get(cache, [0, 1])
+        cut = between(whole, lo, max(lo, hi))
+        if lo == 0 and hi >= 9:
+            assert cut is whole
+        else:
+            assert_same(cut, state_get(cache, [0, 1], lo, max(lo, hi)))
+
+
+def test_a_piece_of_a_piece_begins_where_it_begins() -> None:
+    cache = full()
+    put(cache, 0, 9)
+    piece = state_get(cache, [0], 3)
+    assert between(piece, 0, 99) is piece
+    assert between(piece, 0, 7).start == 3
+    assert between(piece, 5, 99).start == 5
+    assert between(piece, 5, 5).start == 5
+
+
+@pytest.mark.parametrize("kinds", ["w", "fw"])
+def test_a_cut_piece_is_refused_where_there_are_windows(kinds: str) -> None:
+    """Also of a text so short that nothing has left them."""
+    source = sliding() if kinds == "w" else hybrid(kinds)
+    target = sliding() if kinds == "w" else hybrid(kinds, like=source)
+    put(source, 0, 3)
+    whole = state_get(source, [0], checkpoints=False)
+    assert not whole.has_evicted
+    for piece in (between(whole, 1, 9), between(whole, 2, 3)):
+        with pytest.raises(NotSupported, match=r"this piece begins at position \d"):
+            state_set(target, piece, [0])
+        assert target.used == 0
+    state_set(target, between(whole, 0, 2), [0])
+    assert target.seq_positions(0).tolist() == [0, 1]
+
+
+def test_states_and_what_left_a_window_cannot_be_cut() -> None:
+    for cache in (recurrent(), sliding(), hybrid("fs"), hybrid("fw")):
+        put(cache, 0, 12)
+        put(cache, 1, 10)  # takes cells behind the window
+        whole = state_get(cache, [0], checkpoints=False)
+        assert whole.has_evicted or whole.states is not None
+        for lo, hi in ((0, 5), (5, 99), (11, 12)):
+            with pytest.raises(NotSupported, match="cannot be cut"):
+                between(whole, lo, hi)
+
+
+def test_the_end_of_several_windows() -> None:
+    """Each piece has lost tokens; what is joined counts those of all as evicted."""
+    source = sliding(2, 20)
+    pieces = []
+    for lo, hi in ((0, 7), (7, 14), (14, 15)):
+        put(source, 0, hi - lo)
+        put(source, 1, 6)  # takes cells behind the window
+        pieces.append(state_get(source, [0], lo, hi))
+    assert [piece.groups[0].evicted[0].shape[1] > 0 for piece in pieces] == [True, True, False]
+    (joined,) = join(pieces, [2]).groups
+    assert joined.evicted[0].tolist() == [
+        list(range(13)),
+        state_get(source, [0]).groups[0].text_of(0)[1, :13].tolist(),
+    ]
+    assert joined.positions.tolist() == [13, 14]

@@ -13,6 +13,7 @@ import pytest
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextShift
+from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.golden import certain_prefix, logprob_errors, mean_nll
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
@@ -118,6 +119,22 @@ def test_context_shift_loses_nothing_else(golden: dict[str, Any], model: Model, 
         sequence.append([case["then"]])
         errors = assert_close(sequence.logits, case["last"], loose=kind != "f16")
         assert errors.mean() < (0.12 if kind == "f16" else 0.2)
+        assert continues(sequence, case) >= 8
+
+
+def continues(sequence: Sequence, case: dict[str, Any]) -> int:
+    """See that each recorded token is the likeliest behind those before it; return how many were.
+
+    Near ties are not compared. The recorded token follows in any case, so one of them ends nothing.
+    """
+    n = 0
+    assert len(case["continuation"]) == len(case["margin"]) == 12
+    for i, (token, margin) in enumerate(zip(case["continuation"], case["margin"], strict=True)):
+        if margin >= 0.3:
+            assert int(sequence.logits.argmax()) == token, i
+            n += 1
+        sequence.append([token])
+    return n
 
 
 def test_a_long_text_in_a_small_cache_stays_sensible(model: Model) -> None:

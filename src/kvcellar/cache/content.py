@@ -174,8 +174,8 @@ def between(content: SequenceData, lo: int, hi: int) -> SequenceData:
 
 
 def _is_between(group: CellData, lo: int, hi: int) -> bool:
-    at = group.positions
-    return len(at) == 0 or (int(at.min()) >= lo and int(at.max()) < hi)
+    held = [group.positions, *(evicted[0] for evicted in group.evicted)]
+    return all(int(at.min()) >= lo and int(at.max()) < hi for at in held if len(at))
 
 
 def _between(group: CellData, lo: int, hi: int) -> CellData:

@@ -252,12 +252,13 @@ class PromptCache:
         sequence.stored_as = ""
         pieces, why = self._find(text)
         if pieces:
-            content, saved = text.joined(pieces), SavedText(stored_as=text.stored_as)
             try:
+                content = text.joined(pieces)
                 check_content(content, sequence.context.cache.store_specs)
-            except SnapshotError:  # each is sound by itself, but not all together
+            except SnapshotError:  # each is sound by itself, but not all together, or as converted
                 self._drop(text.keys[: len(pieces)])
                 return CacheHit(len(text.tokens), 0, Miss("damaged", 0))
+            saved = SavedText(stored_as=text.stored_as)
             sequence.context.put(Ready(content, (saved,)), [sequence])
         return CacheHit(len(text.tokens), len(sequence), why)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcellar.backends.ggml.buffers import (
     Buffer,
@@ -14,6 +18,7 @@ from kvcellar.backends.ggml.buffers import (
     KVBuffers,
     RowMajor,
     layer_buffer_types,
+    stacked,
 )
 from kvcellar.backends.ggml.library import load
 from kvcellar.backends.ggml.store import GgmlStore
@@ -174,3 +179,49 @@ class TestAllocation:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([(4, 3), (2, 5)])), max_size=9),
+    st.randoms(use_true_random=False),
+)
+def test_views_that_are_alike_become_one_array(
+    layout: list[tuple[int, tuple[int, int]]], random: Random
+) -> None:
+    """Wherever they lie: every one is in exactly one array, in the memory that it had."""
+    memory, views, at = np.arange(400, dtype=np.uint16), [], 0
+    for gap, (n, width) in layout:
+        views.append((KVType.F16, memory[at : at + n * width].reshape(n, width)))
+        at += n * width + gap
+    random.shuffle(views)
+    stacks = stacked(views)
+    found = [part for _, stack in stacks for part in stack]
+    assert all(np.shares_memory(part, memory) for part in found)
+    key = operator.itemgetter(0)
+    wanted = sorted((view.ravel().tolist() for _, view in views), key=key)
+    assert sorted((part.ravel().tolist() for part in found), key=key) == wanted
+    alone = [(KVType.F16, view) for _, view in views[:1]]
+    assert [stack.shape[0] for _, stack in stacked(alone)] == [1] * len(alone)
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+def test_layers_of_one_shape_are_looked_at_at_once(flash_attn: bool) -> None:
+    spec = CacheSpec(64, 1, (LayerSpec(2, 32, 32),) * 6, flash_attn=flash_attn)
+    buffers = KVBuffers(spec, layer_buffer_types(6))
+    shapes = [bits.shape for _, bits in buffers._stacks]
+    assert shapes == ([(12, 64, 64)] if flash_attn else [(6, 64, 64)] * 2)
+    for layer in range(6):
+        for rows in (buffers.rows["k"][layer], buffers.rows["v"][layer]):
+            for cell in (0, 17, 63):
+                where = np.array([cell])
+                bad = rows.get(where)
+                bad[0, -2:] = 0xFF
+                rows.put(where, bad)
+                others = np.setdiff1d(np.arange(64), where)
+                assert not buffers.all_finite(where)
+                assert not buffers.all_finite(np.arange(64))
+                assert not buffers.all_finite(np.array([(cell + 5) % 64, cell]))
+                assert buffers.all_finite(others)
+                rows.wipe(where)
+    assert buffers.all_finite(np.arange(64))
+    buffers.close()
