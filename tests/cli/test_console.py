@@ -11,7 +11,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -112,7 +112,13 @@ def test_rich_lets_no_control_through_but_its_own() -> None:
     hostile = "a\x1b]0;x\x07\x9b31m\u202e\x7f\udce9[red]b"
     shown = "a\\x1b]0;x\\x07\\x9b31m\\u202e\\x7f\\udce9[red]b"
     table = facts_table(hostile, [(hostile, f"{hostile}\nweights none\tmore")])
-    parts = [table, hostile, Text(hostile), Group(Padding(Text(hostile))), Panel(hostile)]
+    parts: list[RenderableType] = [
+        table,
+        hostile,
+        Text(hostile),
+        Group(Padding(Text(hostile))),
+        Panel(hostile),
+    ]
     for stream in (io.StringIO(), Terminal()):
         console = console_for(stream)
         console.width = 300
