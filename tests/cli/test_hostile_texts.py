@@ -244,8 +244,12 @@ def on_terminal(start: Start, args: list[Any], typed: str) -> str:
 def hostile_store(filled: Path) -> Path:
     """A store with entries whose notes are hostile, sound and damaged."""
     with closing(DiskStore(filled)) as store:
-        note: dict[str, str | int] = {"model": HOSTILE, "parent": HOSTILE, "start": 0}
-        note["tokens"] = f"1 2 {HOSTILE}"
+        note: dict[str, str | int] = {
+            "model": HOSTILE,
+            "parent": HOSTILE,
+            "tokens": f"1 2 {HOSTILE}",
+            "start": 0,
+        }
         store.put("a" * 32, [b"no snapshot"], note)
         store.put("b" * 32, [b"no snapshot"], {HOSTILE: HOSTILE, "absent": "window slid"})
         store.put("c" * 32, [HOSTILE.encode()], {"start": 9, "parent": HOSTILE, "tokens": "1 2"})
