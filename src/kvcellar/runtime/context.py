@@ -7,7 +7,6 @@ are open again, and those that were made are closed.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcellar.backends.base import KVStore, OpenMemory
+from kvcellar.backends.turns import Turn
 from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy, Undo
@@ -102,7 +102,7 @@ class Context:
         self.memory_spec = spec
         self._free_ids = list(range(options.n_seq_max))
         self._sequences: dict[int, Sequence] = {}
-        self._lock = threading.RLock()
+        self._lock = Turn()
         self._closed = False
         self.cache.watch(lambda: remember_sequences(self._sequences, self._free_ids))
 
@@ -314,8 +314,6 @@ class Context:
     def close(self) -> None:
         """Free graphs, K and V; open sequences cannot be used afterwards. Closing twice is fine."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             for sequence in self.sequences:
                 sequence.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from weakref import WeakSet
 
 from kvcellar.backends.base import ModelFile, OpenMemory
 from kvcellar.errors import ClosedError, OptionError
-from kvcellar.models.blocks import ModelSpec
+from kvcellar.models.blocks import Decoder, ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
@@ -33,8 +34,8 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 class Model:
     """A loaded model. Weights are mapped from the file, so loading costs little.
 
-    Memory is given back by :meth:`close`, at the end of a ``with`` block, or some time after the
-    last reference is gone, when Python looks for garbage; that holds for contexts too.
+    Memory is given back by :meth:`close`, at the end of a ``with`` block, or with the last
+    reference; that holds for contexts too. Views of the file's bytes keep it mapped.
 
     Args:
         path: a GGUF file.
@@ -42,6 +43,10 @@ class Model:
         backend: "ggml", or "numpy", which is slow and obvious and needs ``kvcellar[numpy]``.
 
     Attributes:
+        path: the file.
+        metadata: what it says about the model.
+        spec: architecture, sizes and layers.
+        weight_bytes: bytes of its tensors.
         backend: the backend's name.
 
     Raises:
@@ -60,13 +65,14 @@ class Model:
         self.metadata: Mapping[str, object] = self._file.metadata
         self.backend = backend
         try:
-            self.architecture = load_architecture(self.metadata, self._file.weights)
+            architecture = load_architecture(self.metadata, self._file.weights)
         except BaseException:
             self._file.close()
             raise
+        self._architecture: Decoder[Any] | None = architecture  # None: closed
+        self.spec: ModelSpec = architecture.spec
         self.weight_bytes = self._file.weight_bytes
         self._contexts: WeakSet[Context] = WeakSet()
-        self._closed = False
 
     @classmethod
     def from_gguf(
@@ -76,9 +82,15 @@ class Model:
         return cls(path, n_threads=n_threads, backend=backend)
 
     @property
-    def spec(self) -> ModelSpec:
-        """Architecture, sizes and layers."""
-        return self.architecture.spec
+    def architecture(self) -> Decoder[Any]:
+        """What computes with its weights.
+
+        Raises:
+            ClosedError: the model is closed.
+        """
+        if self._architecture is None:
+            raise ClosedError(f"the model {self.path.name} is closed")
+        return self._architecture
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -119,7 +131,7 @@ class Model:
             OptionError: an argument outside its range, or a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
         """
-        self._check_open()
+        _ = self.architecture
         options = ContextOptions(
             n_ctx,
             n_seq_max,
@@ -150,7 +162,7 @@ class Model:
         Raises:
             ClosedError: the model is closed, and it was not computed before.
         """
-        self._check_open()
+        _ = self.architecture
         return weights_hash(self._file, self._stamp)
 
     def convert_rows(self, rows: ByteArray, src: RowFormat, dst: RowFormat) -> ByteArray:
@@ -173,12 +185,14 @@ class Model:
         return self._file.open_memory(spec, forward, kernel=kernel, products=products)
 
     def close(self) -> None:
-        """Close all contexts, stop the threads and unmap the file; closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
+        """Close all contexts, stop the threads and unmap the file; closing twice is fine.
+
+        What an exception has interrupted is done by the next call.
+        """
+        self._architecture = None
         for context in list(self._contexts):
-            context.close()
+            with suppress(ClosedError):  # a forked process may not use it
+                context.close()
         self._file.close()
 
     def __enter__(self) -> Model:
@@ -186,10 +200,6 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the model {self.path.name} is closed")
 
     def __repr__(self) -> str:
         spec = self.spec
