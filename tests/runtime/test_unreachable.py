@@ -11,6 +11,7 @@ import pytest
 from kvcellar.errors import CacheFull, SequenceIdError
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.runtime.sequence import Sequence
 from kvcellar.testing.gguf_writer import gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
 
@@ -62,14 +63,16 @@ def test_cells_are_given_back_when_some_are_wanted(context: Context) -> None:
     assert (len(kept), len(other)) == (20, 10)
 
 
+def refer_to_itself(sequence: Sequence) -> None:
+    sequence.itself = sequence  # type: ignore[attr-defined]
+
+
 def test_those_that_only_refer_to_each_other_too(context: Context) -> None:
     gc.collect()
     gc.disable()
     try:
-        for seq_id in range(3):
-            sequence = context.sequence([seq_id + 1])
-            sequence.itself = sequence  # type: ignore[attr-defined]
-        del sequence
+        for token in range(3):
+            refer_to_itself(context.sequence([token]))
         assert context.sequence([9]).tokens == [9]
     finally:
         gc.enable()

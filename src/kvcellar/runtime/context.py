@@ -7,7 +7,6 @@ are open again, and those that were made are closed.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvcellar.backends.base import KVStore, OpenMemory
+from kvcellar.backends.turns import Turn
 from kvcellar.batch import Batch, MicroBatch
 from kvcellar.cache.attention import AttentionCache
 from kvcellar.cache.base import Cache, CheckpointBudget, CheckpointPolicy
@@ -115,7 +115,7 @@ class Context:
             raise
         self.memory_spec = spec
         self._sequences: dict[int, HeldSequence] = {}
-        self._lock = threading.RLock()
+        self._lock = Turn()
         self._closed = False
         self.cache.watch(partial(remember_sequences, self._sequences))
         self.cache.changes.join(partial(remember_ids, self._sequences))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvcellar.errors import (
     not_copied,
 )
 from kvcellar.files import FileStamp
-from kvcellar.models.blocks import ModelSpec
+from kvcellar.models.blocks import Decoder, ModelSpec
 from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
@@ -47,8 +48,8 @@ class Model:
     While the model is open, do not write to its file or make it shorter: what is mapped changes
     with it, and reading what is gone ends the process (SIGBUS). Replace it by renaming another.
 
-    Memory is given back by :meth:`close`, at the end of a ``with`` block, or some time after the
-    last reference is gone, when Python looks for garbage; that holds for contexts too.
+    Memory is given back by :meth:`close`, at the end of a ``with`` block, or with the last
+    reference; that holds for contexts too. Views of the file's bytes keep it mapped.
 
     Args:
         path: a GGUF file.
@@ -58,6 +59,10 @@ class Model:
             which is not known, or none, or a wrong one.
 
     Attributes:
+        path: the file.
+        metadata: what it says about the model.
+        spec: architecture, sizes and layers.
+        weight_bytes: bytes of its tensors.
         backend: the backend's name.
 
     Raises:
@@ -87,13 +92,14 @@ class Model:
         self.metadata: Mapping[str, object] = self._file.metadata
         self.backend = backend
         try:
-            self.architecture = load_architecture(self.metadata, self._file.weights)
+            architecture = load_architecture(self.metadata, self._file.weights)
         except BaseException:
             self._file.close()
             raise
+        self._architecture: Decoder[Any] | None = architecture  # None: closed
+        self.spec: ModelSpec = architecture.spec
         self.weight_bytes = self._file.weight_bytes
         self._contexts: WeakSet[Context] = WeakSet()
-        self._closed = False
 
     @classmethod
     def from_gguf(
@@ -108,9 +114,15 @@ class Model:
         return cls(path, n_threads=n_threads, backend=backend, pre=pre)
 
     @property
-    def spec(self) -> ModelSpec:
-        """Architecture, sizes and layers."""
-        return self.architecture.spec
+    def architecture(self) -> Decoder[Any]:
+        """What computes with its weights.
+
+        Raises:
+            ClosedError: the model is closed.
+        """
+        if self._architecture is None:
+            raise ClosedError(f"the model {self.path.name} is closed")
+        return self._architecture
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -154,7 +166,7 @@ class Model:
             AllocationError: the K/V buffer cannot be had.
             ModelFileError: the model's file was truncated since it was opened.
         """
-        self._check_open()
+        _ = self.architecture
         self._check_whole()
         options = ContextOptions(
             n_ctx,
@@ -189,7 +201,7 @@ class Model:
             ClosedError: the model is closed, and it was not computed before.
             ModelFileError: the file was truncated since it was opened.
         """
-        self._check_open()
+        _ = self.architecture
         self._check_whole()
         return weights_hash(self._file)
 
@@ -217,12 +229,14 @@ class Model:
         return self._file.open_memory(spec, forward, kernel=kernel, products=products)
 
     def close(self) -> None:
-        """Close all contexts, stop the threads and unmap the file; closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
+        """Close all contexts, stop the threads and unmap the file; closing twice is fine.
+
+        What an exception has interrupted is done by the next call.
+        """
+        self._architecture = None
         for context in list(self._contexts):
-            context.close()
+            with suppress(ClosedError):  # a forked process may not use it
+                context.close()
         self._file.close()
 
     def __enter__(self) -> Model:
@@ -230,10 +244,6 @@ class Model:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the model {self.path.name} is closed")
 
     def _check_whole(self) -> None:
         """Refuse a file that was truncated, as far as that shows: reading on ends the process."""

@@ -19,8 +19,9 @@ from functools import partial
 from kvcellar.backends.checks import check_threads
 from kvcellar.backends.ggml.aside import Aside, Stop
 from kvcellar.backends.ggml.binding import ABORTED, SUCCESS
+from kvcellar.backends.ggml.exits import process_exit
 from kvcellar.backends.ggml.library import Library, load
-from kvcellar.backends.ggml.session import Session, process_exit
+from kvcellar.backends.ggml.session import Session
 from kvcellar.backends.threads import default_threads as default_threads
 from kvcellar.errors import ClosedError, ComputeError
 

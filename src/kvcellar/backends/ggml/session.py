@@ -1,96 +1,29 @@
-"""The threads that compute in one process, and how computing ends early: at exit, or when asked.
+"""The threads that compute in one process, and the turns of those who let them.
 
-Graphs are computed one after the other: whoever computes has the turn. A lock is held for exactly
-one line, since an exception between taking a lock and leaving a block of several lines may keep it
-locked for good.
-
-At exit nothing may compute any more, whichever thread asked for it: libraries take down what they
-have while threads of ours still run. So when Python ends, what computes is asked to stop and waited
-for, and from then on threads other than the one that ends Python are ended when they want to begin.
+Graphs are computed one after the other: whoever computes has the turn. The lock is held for exactly
+one line, since an exception that comes when a block of several lines is left may keep it locked for
+good.
 """
 
 from __future__ import annotations
 
 import _thread
-import atexit
 import ctypes as c
 import os
 import threading
-from functools import lru_cache
 from time import monotonic, sleep
-from typing import Protocol
-from weakref import WeakSet
 
 import numpy as np
 
 from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.binding import Ggml, GraphPlan, byte_test
+from kvcellar.backends.ggml.exits import process_exit
 from kvcellar.backends.memory import aligned, check_available
 from kvcellar.errors import AllocationError, ClosedError
 from kvcellar.types import ByteArray
 
-_POLL = 0.02
 _LONGEST_END = 0.5
 """Seconds that threads which have nothing left to do may take to end."""
-
-
-class Turn(Protocol):
-    """What runs code in C that must have ended before the process does."""
-
-    process: int
-    turn: threading.Lock
-    stop: Stop
-
-
-class Exit:
-    """The end of the process: every turn is waited for, and later ones are refused.
-
-    Attributes:
-        thread: the thread that ends Python, None before.
-    """
-
-    def __init__(self) -> None:
-        self.thread: int | None = None
-        self._turns: WeakSet[Turn] = WeakSet()
-
-    def add(self, turn: Turn) -> None:
-        """Wait for this one too."""
-        self._turns.add(turn)
-
-    def check(self) -> None:
-        """End the calling thread if Python ends, and not by this thread.
-
-        Raises:
-            SystemExit: so it is, which ends a thread without a word.
-        """
-        if self.thread not in (None, threading.get_ident()):
-            raise SystemExit("Python ends")
-
-    def wait(self) -> None:
-        """Stop what runs and return when it has stopped."""
-        self.thread = threading.get_ident()
-        while True:
-            try:
-                self._wait()
-                return
-            except BaseException:  # noqa: PERF203 - Ctrl-C must not end the process in a worse way
-                continue
-
-    def _wait(self) -> None:
-        for each in list(self._turns):
-            while each.process == os.getpid():  # in a forked one, its threads are not here
-                each.stop.set()
-                if each.turn.acquire(timeout=_POLL):
-                    each.turn.release()
-                    break
-
-
-@lru_cache(maxsize=1)
-def process_exit() -> Exit:
-    """The process's own."""
-    made = Exit()
-    atexit.register(made.wait)
-    return made
 
 
 class Session:

@@ -15,8 +15,15 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from kvcellar.backends.ggml.aside import Stop
+from kvcellar.backends.ggml.exits import process_exit
+from kvcellar.backends.memory import check_room
+from kvcellar.backends.turns import Turn
+
 ENV = "KVCELLAR_KERNEL"
 OLDEST = (0, 44)
+_ROOM = 2**27
+"""Bytes that LLVM takes to compile a large kernel, and more."""
 log = logging.getLogger("kvcellar.kernel")
 
 
@@ -106,8 +113,40 @@ def has_byte_products() -> bool:
 
 
 def compile_ir(title: str, text: Callable[[str], str], function: str) -> Compiled:
-    """Machine code of a module's function; the text is asked for with this machine's triple."""
+    """Machine code of a module's function; the text is asked for with this machine's triple.
+
+    Raises:
+        AllocationError: there is little memory left, and LLVM would end the process.
+        ClosedError: another thread was compiling when this process was forked.
+    """
+    # One line: an exception that comes when a block of several is left may keep it locked.
+    with _compiling().turn: return _compile(title, text, function)  # fmt: skip  # noqa: E701
+
+
+class _Compiling:
+    """What compiles now; see :class:`~kvcellar.backends.ggml.exits.Running`."""
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+        self.stop = Stop()  # LLVM does not look at it
+
+    @property
+    def process(self) -> int:
+        return os.getpid()
+
+
+@lru_cache(maxsize=1)
+def _compiling() -> _Compiling:
+    made = _Compiling()
+    process_exit().add(made)
+    return made
+
+
+def _compile(title: str, text: Callable[[str], str], function: str) -> Compiled:
     import llvmlite.binding as llvm
+
+    process_exit().check()
+    check_room("compiling", _ROOM)
 
     start = perf_counter()
     llvm.initialize_native_target()
