@@ -15,7 +15,7 @@ from kvcellar.backends.base import GraphTimes, KVStore
 from kvcellar.backends.checks import check_learned, check_states
 from kvcellar.backends.numpy.states import NumpyStateStore, short_conv, ssm_scan
 from kvcellar.backends.operations import ROUTING, ExpertWeights, Forward, Routing
-from kvcellar.errors import NotSupported
+from kvcellar.errors import ClosedError, NotSupported
 from kvcellar.plan import Plan, StatePlan
 from kvcellar.types import AnyArray, Float32Array, Int32Array, MemorySpec, RopeSpec
 
@@ -36,11 +36,13 @@ class NumpyExecutor:
     ) -> None:
         self._spec = spec
         self._groups = groups
-        self._forward = forward
+        self._forward: Forward[Float32Array] | None = forward
         self._states = states
 
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; see ``Executor.run``. What is not finite shows in the logits."""
+        if self._forward is None:
+            raise ClosedError("the weights are closed with their context")
         with np.errstate(all="ignore"):
             return self._forward(NumpyOps(plan, self._spec, self._groups, self._states))
 
@@ -49,7 +51,8 @@ class NumpyExecutor:
         raise NotSupported("this backend cannot be profiled: use backend='ggml'")
 
     def close(self) -> None:
-        """Do nothing: there are no graphs and buffers."""
+        """Refer to the weights no more: there are no graphs and buffers."""
+        self._forward = None
 
 
 class NumpyOps:
