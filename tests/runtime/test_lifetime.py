@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,43 @@ def test_a_model_that_does_not_load_leaves_nothing(path: Path, tmp_path: Path) -
         Model.from_gguf(damaged)
     gc.collect()
     damaged.unlink()
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """No cyclic collector: what goes, goes by counting references."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def n_mapped(path: Path) -> int:
+    """How often a file is mapped into this process."""
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("arch", ["llama-dense", "gemma2-dense", "jamba-dense", "mamba-dense"])
+@pytest.mark.parametrize("backend", ["ggml", "numpy"])
+def test_the_file_is_unmapped_at_once(
+    shared: Path, tmp_path: Path, backend: str, arch: str
+) -> None:
+    path = tmp_path / "own.gguf"
+    path.write_bytes((shared / "models" / f"{arch}.gguf").read_bytes())
+    with Model.from_gguf(path, n_threads=1, backend=backend) as model:
+        assert n_mapped(path) == 1
+        context = model.context(n_ctx=64)
+        sequence = context.sequence([1, 2, 3])
+    assert n_mapped(path) == 0
+    assert (sequence.is_closed, context.is_closed) == (True, True)
+    model = Model.from_gguf(path, n_threads=1, backend=backend)
+    context = model.context(n_ctx=64)
+    sequence = context.sequence([1, 2, 3])
+    store = weakref.ref(context._memory.executor)
+    del sequence, context
+    assert store() is None
+    assert n_mapped(path) == 1
+    del model
+    assert n_mapped(path) == 0
