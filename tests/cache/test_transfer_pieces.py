@@ -141,7 +141,7 @@ def test_an_empty_piece_changes_nothing() -> None:
     pieces = pieces_of(source, 4, 6)
     empty = state_get(source, [0], 6, 9)
     assert empty.span(0) == (-1, -1)
-    joined = join([*pieces, empty], [0, WINDOW])
+    joined = join([*pieces, empty, empty], [0, WINDOW])
     target = hybrid("fws", like=source)
     state_set(target, joined, [0])
     check_texts(target, {0: text_of(source, 0)})
