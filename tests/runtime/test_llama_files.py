@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.backends.ggml.jit.compiler import has_byte_products
 from kvcellar.cache.transfer import state_get
 from kvcellar.errors import (
     CacheFull,
@@ -247,7 +248,10 @@ def test_golden_files_go_on_as_recorded(
         assert errors.max() < 0.35
         assert errors.mean() < 0.12
         again = logprob_errors(own.append([golden["then"]]).logits, golden["last"])
-        assert errors.mean() < again.mean() + 0.02  # loaded rows are no worse than our own
+        if has_byte_products():
+            # Loaded rows are no worse than our own. Where ggml computes ours, with the 8-bit
+            # activations that llama.cpp has, ours share the rounding of what was recorded.
+            assert errors.mean() < again.mean() + 0.02
 
 
 @pytest.mark.slow
