@@ -57,7 +57,11 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise SnapshotFileError(f"cannot write {path}: {_why(error, path, folder)}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # one from outside, in the middle
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _mode_of(path: Path) -> int | None:
