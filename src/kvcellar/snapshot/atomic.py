@@ -60,8 +60,17 @@ def replacing(path: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(folder, ignore_errors=True)
         except BaseException:  # one from outside, in the middle
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, whatever exceptions come from outside meanwhile; the last one goes on."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        _remove(folder)
+        raise
 
 
 def _mode_of(path: Path) -> int | None:
