@@ -30,7 +30,7 @@ def run(models: Path, names: list[str], plan: Plan) -> list[Result]:
 
 
 def report(results: list[Result]) -> str:
-    """The faults; but two exceptions may leave a save's folder, which a save a day later removes."""
+    """The faults; but two exceptions may leave a save's folder, which a later save removes."""
     return "\n".join(
         f"{result.stage.rpartition('|')[2]} --at {trial.name}: {trial.kind}: {trial.detail:.200}"
         for result in results
