@@ -84,7 +84,7 @@ class TestMaking:
 
     @pytest.mark.parametrize(("n_max", "max_bytes"), [(-1, 0), (0, -1)])
     def test_a_budget_below_0_is_refused(self, n_max: int, max_bytes: int) -> None:
-        with pytest.raises(OptionError, match="is -1: 0 for no checkpoints"):
+        with pytest.raises(OptionError, match=r"=-1: must be in \[0, "):
             CheckpointBudget(n_max, max_bytes)
 
     def test_the_oldest_goes_when_there_are_too_many(self) -> None:
