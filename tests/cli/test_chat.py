@@ -79,7 +79,7 @@ def test_an_answer_that_fills_the_cache_names_the_option(invoke: Invoke, talker:
     result = invoke("chat", talker, *args, stdin="hello\nagain\n")
     assert result.exit_code == 1
     first, second = result.stderr.splitlines()
-    assert "1 cells needed, 0 free: use a larger --n-ctx" in first
+    assert "1 cell needed, 0 free: use a larger --n-ctx" in first
     assert ", 0 free: the conversation is too long, use a larger --n-ctx" in second
 
 

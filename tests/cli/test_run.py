@@ -118,7 +118,7 @@ def test_a_full_cache_ends_the_text_with_an_error(invoke: Invoke, talker: Path) 
     result = invoke("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "16", "--stats")
     assert result.exit_code == 1
     assert len(result.stdout.rstrip("\n")) >= 11
-    assert "error: 1 cells needed, 0 free: use a larger --n-ctx" in result.stderr
+    assert "error: 1 cell needed, 0 free: use a larger --n-ctx" in result.stderr
     assert "16 of 16 used" in result.stderr
 
 
