@@ -128,6 +128,18 @@ class HeldSequence:
         return undo
 
 
+class _TakenBack(Exception):
+    """Ends a change that is not to happen.
+
+    Attributes:
+        tokens: what was learnt by it.
+    """
+
+    def __init__(self, tokens: list[Token]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
 class Sequence:
     """One stream of tokens in a context; made by :meth:`Context.sequence` or :meth:`fork`.
 
@@ -754,23 +766,35 @@ class Sequence:
         self, ids: list[int], before: list[int], logits: Float32Array | None, top: int
     ) -> list[Token]:
         """Score tokens behind others, and take them back; without others, behind nothing."""
+
+        def taken_back() -> None:
+            self.context.cache.changes.remember(self.held.remember())
+            if not before and len(self):
+                self.trim(len(self))
+            raise _TakenBack(self._scored(ids, before, logits, top))
+
+        try:
+            self.context.change(taken_back)  # a change that does not happen
+        except _TakenBack as done:
+            return done.tokens
+        return []
+
+    def _scored(
+        self, ids: list[int], before: list[int], logits: Float32Array | None, top: int
+    ) -> list[Token]:
         tokenizer, result = self.context.model.tokenizer, list[Token]()
         stream = tokenizer.detokenizer()
         if tokenizer.has_text:
             stream.follow(before)
-        with self.context.cache.transaction() as attempt:
-            if not before and len(self):
-                self.trim(len(self))
-            for start in range(0, len(ids), self.context.n_ubatch):
-                part = ids[start : start + self.context.n_ubatch]
-                rows = self.context.decode(Batch.of(part, self.seq_id, logits="all"))
-                for i, token in enumerate(part):
-                    known = stream.push(token) if token < tokenizer.n_vocab else ""
-                    made = Token(token, known if tokenizer.has_text else None)
-                    at = logits if i == 0 else rows[i - 1]
-                    result.append(made if at is None else scored(made, at, top, tokenizer))
-                logits = rows[-1]
-            attempt.rollback()
+        for start in range(0, len(ids), self.context.n_ubatch):
+            part = ids[start : start + self.context.n_ubatch]
+            rows = self.context.decode(Batch.of(part, self.seq_id, logits="all"))
+            for i, token in enumerate(part):
+                known = stream.push(token) if token < tokenizer.n_vocab else ""
+                made = Token(token, known if tokenizer.has_text else None)
+                at = logits if i == 0 else rows[i - 1]
+                result.append(made if at is None else scored(made, at, top, tokenizer))
+            logits = rows[-1]
         return result
 
     def _fetch(self) -> CachedText:
