@@ -18,6 +18,7 @@ from kvcellar.errors import (
     CacheFull,
     ClosedError,
     ComputeError,
+    GrammarError,
     HandleError,
     InvariantError,
     KVCellarError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.options import ContextOptions, ContextShift
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.stores.opening import open_store
+    from kvcellar.text.grammar import Grammar
     from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
@@ -70,6 +72,8 @@ __all__ = [
     "Context",
     "ContextOptions",
     "ContextShift",
+    "Grammar",
+    "GrammarError",
     "HandleError",
     "InvariantError",
     "KVCellarError",
@@ -109,6 +113,7 @@ _HOME = {
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
     "ContextShift": "kvcellar.runtime.options",
+    "Grammar": "kvcellar.text.grammar",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",
