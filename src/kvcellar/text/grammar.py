@@ -22,7 +22,7 @@ from kvcellar.text import gbnf, json_schema
 from kvcellar.text.grammar_matcher import Compiled, GrammarMatcher, shorten
 from kvcellar.text.grammar_vocab import GrammarVocab, library, vocab_of
 from kvcellar.text.tokenizer import Tokenizer
-from kvcellar.types import BoolArray
+from kvcellar.types import ByteArray
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ _STACKS = (256 << 20, 32 << 20, 0)  # bytes; the library's compiler recurses
 _MAX_KEPT = 32
 _MAX_SEARCHED = 200
 # The library would otherwise tokenize what is certain by itself; the model does it better.
-_HEADER = '%llguidance {"no_forcing": true}\n'
+_FOOTER = '\n%llguidance {"no_forcing": true}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _compile(grammar: Grammar, vocab: GrammarVocab) -> Compiled:
     start, error = _try(grammar, vocab)
     if error:
         where = _place(grammar, vocab, error) if grammar.kind == "json_schema" else ""
-        raise GrammarError(f"{where or KINDS[grammar.kind]}: {shorten(error)}")
+        raise GrammarError(f"{where or KINDS[grammar.kind]}: {error}")
     return Compiled(vocab, start, _usable(grammar, vocab), KINDS[grammar.kind])
 
 
@@ -153,14 +153,14 @@ def _try(grammar: Grammar, vocab: GrammarVocab) -> tuple[Any, str]:
     llguidance = library()
     limits = llguidance.LLParserLimits(max_grammar_size=_MAX_SYMBOLS, verbose_errors=False)
     start = llguidance.LLMatcher(
-        vocab.tokenizer, _HEADER + _lark(grammar), log_level=0, limits=limits
+        vocab.tokenizer, _lark(grammar) + _FOOTER, log_level=0, limits=limits
     )
     if start.is_error():
-        return start, str(start.get_error())
+        return start, shorten(start.get_error())
     probe = start.deep_copy()
     mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
     if probe.is_error() or not mask.any():
-        error = str(probe.get_error())
+        error = shorten(probe.get_error())
         return start, "no text fits it" if error.startswith("NoExtension") or not error else error
     return start, ""
 
@@ -186,7 +186,7 @@ def _place(grammar: Grammar, vocab: GrammarVocab, error: str) -> str:
     return ""
 
 
-def _usable(grammar: Grammar, vocab: GrammarVocab) -> BoolArray:
+def _usable(grammar: Grammar, vocab: GrammarVocab) -> ByteArray:
     """Return what text can mean, stop tokens, and special tokens that a Lark grammar names."""
     usable = ~vocab.special
     usable[list(vocab.stop_ids)] = True
@@ -199,7 +199,7 @@ def _usable(grammar: Grammar, vocab: GrammarVocab) -> BoolArray:
         usable[list(named)] = True
         if re.search(r"<\[[\^*\d]", grammar.text):
             usable[:] = True
-    return usable
+    return np.packbits(usable, bitorder="little")
 
 
 def _in_time(function: Callable[[], T], seconds: float, what: str) -> T:

@@ -13,6 +13,7 @@ computes the next logits; llguidance releases the interpreter's lock meanwhile. 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,7 +24,7 @@ import numpy as np
 
 from kvcellar.errors import GrammarError, check_range, not_copied
 from kvcellar.text.grammar_vocab import GrammarVocab
-from kvcellar.types import BoolArray
+from kvcellar.types import BoolArray, ByteArray
 
 _N_WORKERS = 2
 
@@ -34,13 +35,13 @@ class Compiled(NamedTuple):
     Attributes:
         vocab: the vocabulary.
         start: an ``LLMatcher`` that has seen nothing; it is only copied.
-        usable: tokens that text or the grammar's own names can mean, ``[n_vocab]``.
+        usable: tokens that text or the grammar's own names can mean, a bit each.
         name: of the grammar, for messages.
     """
 
     vocab: GrammarVocab
     start: Any
-    usable: BoolArray
+    usable: ByteArray
     name: str
 
 
@@ -77,8 +78,7 @@ class GrammarMatcher:
     ) -> None:
         self._compiled = compiled
         self._lock = threading.Lock()
-        self._tokens = list(tokens)
-        self._stops = list(stops)  # accepted behind them; llguidance does not see these
+        self._text = (list(tokens), list(stops))  # llguidance does not see the second
         self._live = live  # without it, it is made again from the tokens
         if live is None:
             self._start(self._restored())
@@ -91,7 +91,8 @@ class GrammarMatcher:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens that were accepted."""
-        return (*self._tokens, *self._stops)
+        tokens, stops = self._text
+        return (*tokens, *stops)
 
     @property
     def is_accepting(self) -> bool:
@@ -101,7 +102,7 @@ class GrammarMatcher:
             GrammarError: as :meth:`allowed`.
         """
         with self._lock:
-            return bool(self._stops) or self._current().is_accepting
+            return bool(self._text[1]) or self._current().is_accepting
 
     @property
     def is_finished(self) -> bool:
@@ -111,7 +112,7 @@ class GrammarMatcher:
             GrammarError: as :meth:`allowed`.
         """
         with self._lock:
-            return bool(self._stops) or self._current().is_stopped
+            return bool(self._text[1]) or self._current().is_stopped
 
     def allowed(self) -> BoolArray:
         """Return which tokens may come next: ``[n_vocab]``, read-only.
@@ -124,7 +125,9 @@ class GrammarMatcher:
                 its budget.
         """
         with self._lock:
-            return self._allowed()
+            if self._text[1]:
+                return _only(self._compiled, self._compiled.vocab.stop_ids)
+            return self._current().allowed
 
     def accept(self, token: int) -> None:
         """Append a token to the text, and begin to compute what may follow it.
@@ -134,20 +137,22 @@ class GrammarMatcher:
             OptionError: no such token.
         """
         token = check_range("token", token, 0, self._compiled.vocab.n_vocab - 1)
+        stops = self._compiled.vocab.stop_ids
         with self._lock:
-            if not self._allowed()[token]:
+            step = self._current()
+            tokens, ended = self._text
+            if not (token in stops if ended else step.allowed[token]):
                 raise GrammarError(
                     f"token {token} is not allowed by {self._compiled.name} "
-                    f"after {len(self.tokens)} tokens"
+                    f"after {len(tokens) + len(ended)} tokens"
                 )
-            ends = token in self._compiled.vocab.stop_ids
-            if ends and (self._stops or self._current().is_accepting):
-                self._stops.append(token)
+            if token in stops and (ended or step.is_accepting):
+                ended.append(token)
                 return
             state = self._take()
             if not state.consume_token(token):
                 raise GrammarError(f"{self._compiled.name}: {_message(state)}")
-            self._tokens.append(token)
+            tokens.append(token)
             self._start(state)
 
     def rollback(self, n_tokens: int) -> None:
@@ -156,14 +161,16 @@ class GrammarMatcher:
         Raises:
             OptionError: fewer were accepted.
         """
-        n_tokens = check_range("n_tokens", n_tokens, 0, len(self.tokens))
         with self._lock:
-            n_text = max(n_tokens - len(self._stops), 0)
+            tokens, ended = self._text
+            n_tokens = check_range("n_tokens", n_tokens, 0, len(tokens) + len(ended))
+            n_text = max(n_tokens - len(ended), 0)
+            kept = tokens[: len(tokens) - n_text], ended[: max(len(ended) - n_tokens, 0)]
             if not n_text:
-                self._stops = self._stops[: len(self._stops) - n_tokens]
+                self._text = kept
                 return
             state = self._take()
-            self._stops, self._tokens = [], self._tokens[: len(self._tokens) - n_text]
+            self._text = kept
             if state.rollback(n_text):
                 self._start(state)  # else it is made again
 
@@ -172,11 +179,7 @@ class GrammarMatcher:
         with self._lock:
             live = self._settled()
             copied = _Live(live.state.deep_copy(), live.step)
-            return GrammarMatcher(self._compiled, self._tokens, self._stops, copied)
-
-    def _allowed(self) -> BoolArray:
-        step = self._current()
-        return _only(self._compiled, self._compiled.vocab.stop_ids) if self._stops else step.allowed
+            return GrammarMatcher(self._compiled, *self._text, copied)
 
     def _current(self) -> _Step:
         """Return what may follow; wait for it."""
@@ -187,7 +190,8 @@ class GrammarMatcher:
         if self._live is None:
             self._start(self._restored())
         assert self._live is not None
-        wait([self._live.step])
+        if not self._live.step.done():
+            self._live.step.exception()  # waits for it
         return self._live
 
     def _take(self) -> Any:
@@ -202,22 +206,24 @@ class GrammarMatcher:
 
     def _restored(self) -> Any:
         state = self._compiled.start.deep_copy()
-        if state.try_consume_tokens(self._tokens) != len(self._tokens):
+        tokens = self._text[0]
+        if state.try_consume_tokens(tokens) != len(tokens):
             raise GrammarError(f"{self._compiled.name}: {_message(state)}")
         return state
 
 
 def _compute(compiled: Compiled, state: Any) -> _Step:
-    bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+    mask = state.compute_bitmask()
+    bits = np.frombuffer(mask, np.uint8, len(compiled.usable)) & compiled.usable
     if state.is_error():
         raise GrammarError(f"{compiled.name}: {_message(state)}")
+    accepts, stops = state.is_accepting(), state.is_stopped()
+    if not accepts and not stops and not bits.any():
+        raise GrammarError(f"{compiled.name}: no token of the vocabulary can come next")
     n_vocab = compiled.vocab.n_vocab
     allowed = np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)
-    allowed &= compiled.usable
-    if not allowed.any() and not state.is_accepting() and not state.is_stopped():
-        raise GrammarError(f"{compiled.name}: no token of the vocabulary can come next")
     allowed.flags.writeable = False
-    return _Step(allowed, state.is_accepting(), state.is_stopped())
+    return _Step(allowed, accepts, stops)
 
 
 def _only(compiled: Compiled, tokens: frozenset[int]) -> BoolArray:
@@ -240,9 +246,14 @@ _HINTS = {
 
 
 def shorten(message: str, most: int = 240) -> str:
-    """Return a message of llguidance on one line."""
-    line = " ".join(message.replace("<non-verbose/>", "").split())
+    """Return a message of llguidance on one line, without the grammar that it quotes."""
+    plain = _QUOTED.split(message.replace("<non-verbose/>", ""))[0]
+    line = " ".join(_PREFIX.sub("", plain).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+_QUOTED = re.compile(r"\n *\d+ \| ")
+_PREFIX = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class _Workers:

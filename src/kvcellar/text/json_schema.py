@@ -25,44 +25,21 @@ MAX_DEPTH = 100
 _EXACT = 2**53  # integers up to here are numbers of their own in a double
 
 _ANNOTATIONS = frozenset(
-    [
-        "$comment",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "contentMediaType",
-        "contentEncoding",
-    ]
+    (
+        *("$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
+        *("writeOnly", "contentMediaType", "contentEncoding"),
+    )
 )
 _ROOT_ONLY = frozenset(("$schema", "$id", "id"))
 _ONE = frozenset(("items", "additionalItems", "additionalProperties"))
 _LISTS = frozenset(("prefixItems", "anyOf", "allOf", "oneOf"))
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(
-    [
-        "$ref",
-        "const",
-        "enum",
-        "type",
-        "minItems",
-        "maxItems",
-        "required",
-        "minProperties",
-        "maxProperties",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-    ]
+    (
+        *("$ref", "const", "enum", "type", "required", "pattern", "format", "multipleOf"),
+        *("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    )
 )
 _FORMATS = (
     "date-time",
