@@ -18,6 +18,7 @@ from kvcellar.errors import (
     CacheFull,
     ClosedError,
     ComputeError,
+    GrammarError,
     HandleError,
     InvariantError,
     KVCellarError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.runtime.together import generate_all, stream_all
     from kvcellar.stores.opening import open_store
+    from kvcellar.text.grammar import Grammar
     from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
@@ -72,6 +74,8 @@ __all__ = [
     "Context",
     "ContextOptions",
     "ContextShift",
+    "Grammar",
+    "GrammarError",
     "HandleError",
     "InvariantError",
     "KVCellarError",
@@ -115,6 +119,7 @@ _HOME = {
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
     "ContextShift": "kvcellar.runtime.options",
+    "Grammar": "kvcellar.text.grammar",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",
