@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.runtime.generation import Generation
+from kvcellar.runtime.generation import Generation, GenerationArguments
 from kvcellar.runtime.model import Model
 from kvcellar.text.sampler import Sampler
 from tests.cli.helpers import Invoke
@@ -102,5 +102,5 @@ def test_without_it_nothing_is_timed(
 def test_without_it_sampling_is_called_directly(talker: Path) -> None:
     with Model.from_gguf(talker, n_threads=1) as model:
         sequence = model.context(n_ctx=32).sequence("hello")
-        sample = Generation(sequence, 2, (), None, None, {})._sample
+        sample = Generation(sequence, GenerationArguments(2), {})._sample
         assert getattr(sample, "__func__", None) is Sampler.sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from contextlib import suppress
@@ -246,6 +247,8 @@ class Model:
     ) -> Context:
         """Make a cache and the graphs over it; see :class:`ContextOptions` for the arguments.
 
+        Warns (``UserWarning``) of more cells than the positions that the model was trained for.
+
         Raises:
             OptionError: an argument outside its range, or a type that does not fit the heads.
             AllocationError: the K/V buffer cannot be had.
@@ -266,6 +269,13 @@ class Model:
             checkpoints,
             checkpoint_bytes,
         )
+        trained = self.spec.n_ctx_train
+        if n_ctx is not None and options.n_cells(self.spec) > trained:
+            warnings.warn(
+                f"n_ctx={options.n_ctx}: {self.path.name} was trained for {trained} positions; "
+                "sequences longer than that lose sense (several shorter ones are fine)",
+                stacklevel=2,
+            )
         context = Context(self, options)
         self._contexts.add(context)
         return context

@@ -23,6 +23,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from kvcellar.errors import (
     OptionError,
     TokenizerError,
@@ -50,9 +52,11 @@ from kvcellar.text.vocab import (
     read_vocab,
 )
 from kvcellar.text.wordpiece import WordPieceEncoder
+from kvcellar.types import Int32Array
 
 _NO_VOCABULARY = ("none", "no_vocab", "test")
 _KEY_CHARS = 3
+_MOST_WAITING = 3  # bytes of a character that is not complete
 _WHITE = " \t\n\r\v\f"
 
 Fragment = str | int
@@ -458,6 +462,36 @@ class Detokenizer:
         self._skip_special = check_bool("skip_special", skip_special)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = not check_bool("continuing", continuing) and tokenizer.strips_space
+
+    def follow(self, ids: Sequence[int] | Int32Array) -> None:
+        """Go on behind these tokens, as if it had been given all of them; the last few are read.
+
+        Ids that the vocabulary lacks have no text.
+
+        Raises:
+            TokenizerError: no list or array ``[n]`` of integers.
+        """
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+            ids = check_integers("token ids", ids, TokenizerError)
+        self._decoder.reset()
+        tokenizer, start, n_bytes = self._tokenizer, len(ids), 0
+        is_known, self._strip_next = False, tokenizer.strips_space
+        while start and not (is_known and n_bytes >= _MOST_WAITING):
+            token = int(ids[start - 1])
+            if not 0 <= token < tokenizer.n_vocab:
+                self._strip_next = False
+                break
+            start -= 1
+            piece = tokenizer.token_bytes(token)
+            is_whole = tokenizer.is_matched_whole(token)
+            # Whether a space is stripped is known behind the first token read that tells, so the
+            # bytes of that one do not count.
+            if n_bytes >= _MOST_WAITING:
+                is_known = is_whole or bool(piece)
+            elif not (self._skip_special and tokenizer.is_special(token)):
+                n_bytes += len(piece.removeprefix(b" "))
+        for token in ids[start:]:
+            self.push(int(token))
 
     def push(self, token: int) -> str:
         """Return the text that this token completes, often "".
