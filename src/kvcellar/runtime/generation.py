@@ -59,7 +59,7 @@ class Generation:
         self._shift = _checked("shift", shift, ContextShift)
         self._profile = sequence.context.profile
         chosen = merge_options(options, sampling)
-        self._looks_back = chosen.has_penalties
+        self._looks_back = chosen.uses_history
         self._sample = self._timed("sampling", Sampler(chosen).sample)
         self._tokenizer = sequence.context.model.tokenizer
         if not self._tokenizer.has_text:
