@@ -126,6 +126,7 @@ class Generation:
         self._n_prompt = self._n_computed = 0
         self._prompt_seconds = 0.0
         self._begin = perf_counter()
+        self._start = len(sequence)  # what stands before is prompt
         sequence.finish_reason = None
         if self._limit == 0:
             self._end("length")
@@ -213,8 +214,8 @@ class Generation:
         allowed = self._allowed(logits)
         drawn_from = None
         if self._n_top is not None:
-            drawn_from = self._sampler.distribution(allowed, known)
-        chosen = self._sample(allowed, known)
+            drawn_from = self._sampler.distribution(allowed, known, n_prompt=self._start)
+        chosen = self._sample(allowed, known, n_prompt=self._start)
         if chosen in self._stop_ids:
             self._end("stop_token")
             return None
