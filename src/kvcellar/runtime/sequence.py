@@ -55,6 +55,8 @@ from kvcellar.runtime.results import FinishReason, Result, Token, scored
 from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText
+from kvcellar.text.constraint import Constraint
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
@@ -290,11 +292,21 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         **sampling: object,
     ) -> str:
         """Generate and return the text; see :meth:`stream` for arguments and errors."""
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            grammar=grammar,
+            constraint=constraint,
         )
         return "".join(self._stream_text(asked, sampling))
 
@@ -308,6 +320,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         **sampling: object,
     ) -> Iterator[str]:
         """Generate and yield text as it comes, whole characters only.
@@ -335,6 +349,10 @@ class Sequence:
             sampler: what samples, in place of options; its state goes on from call to call.
             stop_tokens: ids to stop at beside the model's own; the one found is not added.
             ignore_eos: never draw the model's stop tokens, and so not stop at one.
+            grammar: what the text may be; the generation ends where nothing else may follow.
+            constraint: says which tokens may come next, in place of a grammar. As the state of a
+                sampler it moves with each token drawn, and is ahead of the text if an exception
+                from outside comes between drawing a token and adding it.
             **sampling: single fields of :class:`SamplerOptions`, for example ``temperature=0.8``.
 
         Raises:
@@ -344,7 +362,15 @@ class Sequence:
             CacheFull: no cell for the next token; what was generated stays in the sequence.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            grammar=grammar,
+            constraint=constraint,
         )
         return self._stream_text(asked, sampling)
 
@@ -358,6 +384,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         logprobs: int | None = None,
         **sampling: object,
     ) -> Iterator[Token]:
@@ -374,12 +402,23 @@ class Sequence:
             sampler: see there.
             stop_tokens: see there.
             ignore_eos: see there.
+            grammar: see there.
+            constraint: see there.
             logprobs: have log-probabilities, and those of that many of the most likely tokens; None
                 for neither.
             **sampling: see there.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            logprobs,
+            grammar,
+            constraint,
         )
         with self.turn:
             generation = self.begin(asked, sampling)
@@ -396,6 +435,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         logprobs: int | None = None,
         **sampling: object,
     ) -> Result:
@@ -413,6 +454,8 @@ class Sequence:
             sampler: see there.
             stop_tokens: see there.
             ignore_eos: see there.
+            grammar: see there.
+            constraint: see there.
             logprobs: see :meth:`generate_tokens`.
             **sampling: see :meth:`stream`.
 
@@ -420,7 +463,16 @@ class Sequence:
             CacheFull: no room for the prompt; nothing has changed.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            logprobs,
+            grammar,
+            constraint,
         )
         with self.turn:
             generation = self.begin(asked, sampling)

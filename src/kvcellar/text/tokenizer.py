@@ -20,6 +20,7 @@ import codecs
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
@@ -211,6 +212,12 @@ class Tokenizer:
         """
         i = self._check_id(token)
         return self._encoder.piece_bytes(self.vocab.tokens[i], int(self.vocab.kinds[i]))
+
+    @cached_property
+    def pieces(self) -> tuple[bytes, ...]:
+        """The bytes of every token, as :meth:`token_bytes` has them; made when first asked for."""
+        kinds = self.vocab.kinds.tolist()
+        return tuple(map(self._encoder.piece_bytes, self.vocab.tokens, kinds))
 
     def is_special(self, token: int) -> bool:
         """Whether a token is no part of the text: a control token, or the unknown one.
