@@ -16,6 +16,12 @@ ROW = re.compile(r"^ *(\S.*?) {2,}(?:(\d+) +)?(\d+\.\d+) +(\d+\.\d)%$")
 TITLE = re.compile(r"^(prefill|decode): (\d+) tokens, (\d+\.\d+) ms each$")
 
 
+@pytest.fixture
+def talker(completer: Path) -> Path:
+    """A model that completes texts, since it has no template."""
+    return completer
+
+
 def tables(text: str) -> dict[str, tuple[int, float, list[tuple[str, float, float]]]]:
     """Of each title: tokens, ms a token, and the rows with their ms and share."""
     found: dict[str, tuple[int, float, list[tuple[str, float, float]]]] = {}

@@ -205,14 +205,22 @@ class Answering:
             allowed = f"-1 (no limit) or in [0, {_MOST_TOKENS}]"
             raise OptionError(f"--max-tokens (-n) must be {allowed}, found {self.max_tokens}")
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: no limit."""
+        return None if self.max_tokens == -1 else self.max_tokens
+
     def stream(self, sequence: Sequence) -> Iterator[str]:
         """Generate what follows a sequence, piece by piece.
 
         Raises:
             CacheFull: no cell is left.
         """
-        limit = None if self.max_tokens == -1 else self.max_tokens
+        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), options=self.sampling))
+
+    def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Yield what comes; a full cache is told with the option that helps."""
         try:
-            yield from sequence.stream(limit, stop=self.stop or (), options=self.sampling)
+            yield from pieces
         except CacheFull as error:
             raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error

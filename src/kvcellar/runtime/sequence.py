@@ -14,7 +14,8 @@ its cells are wanted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
@@ -54,7 +55,7 @@ from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
 from kvcellar.runtime.results import FinishReason, Result, Token, scored
 from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
-from kvcellar.snapshot.snapshot import SavedText
+from kvcellar.snapshot.snapshot import SavedText, check_note
 from kvcellar.text.constraint import Constraint
 from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
@@ -637,6 +638,7 @@ class Sequence:
         type_v: str | KVType | None = None,
         compress: bool = False,
         checkpoints: bool = True,
+        note: Mapping[str, str | int] | None = None,
     ) -> int:
         """Write the sequence to a file (``docs/format.md``); return its bytes.
 
@@ -651,13 +653,15 @@ class Sequence:
             type_v: store V as another type than the cache's.
             compress: with zstd; needs ``kvcellar[zstd]``.
             checkpoints: whether older states and windows are saved too, to go back to.
+            note: what else the file shall say, for whoever reads it.
 
         Raises:
-            OptionError: a range outside the sequence, or no such type.
+            OptionError: a range outside the sequence, no such type, or a note that is none.
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
         options, path = SaveOptions(type_k, type_v, compress, checkpoints), check_path("path", path)
+        note = check_note(note)
         size = len(self)
         stop = size if stop is None else check_range("stop", stop, 0, size)
         start = check_range("start", start, 0, stop)
@@ -668,7 +672,7 @@ class Sequence:
         else:
             text = self.saved_text()
             snapshot = take_part(facts, self.seq_id, text, self.positions, start, stop, options)
-        return write_snapshot(path, snapshot, compress=options.compress)
+        return write_snapshot(path, replace(snapshot, note=note), compress=options.compress)
 
     @synchronized
     def load(
