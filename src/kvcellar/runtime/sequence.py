@@ -477,7 +477,6 @@ class Sequence:
         )
         with self.turn:
             generation = self.begin(asked, sampling)
-            pieces = self._streaming.take(generation.pieces())
             start = perf_counter()
             if prompt is None:
                 [n_computed] = self.context.compute([self])
@@ -486,6 +485,7 @@ class Sequence:
                 n_computed = len(pending)
                 self._compute(pending)
             generation.computed(n_computed, len(self), perf_counter() - start)
+            pieces = self._streaming.take(generation.pieces())
         text = ""
         try:
             for piece in pieces:
