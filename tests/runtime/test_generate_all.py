@@ -12,6 +12,7 @@ import pytest
 import kvcellar
 from kvcellar.errors import CacheFull, OptionError, SequenceBusy
 from kvcellar.runtime.context import Context
+from kvcellar.runtime.options import ContextShift
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.together import generate_all, stream_all
 from tests.runtime.archs import F32, opened
@@ -130,15 +131,47 @@ def test_what_was_generated_stays_where_the_cache_is_full(context: Context) -> N
     context.cache.check()
 
 
+def test_each_makes_room_for_itself(context: Context) -> None:
+    """All of them together need more cells than there are for any one of them."""
+    sequences = prompted(context, 3)
+    each = [{"shift": ContextShift(discard=4)}] * 3
+    results = generate_all(sequences, 40, each=each, temperature=1.0, seed=5)
+    assert [(len(one.ids), one.finish_reason) for one in results] == [(40, "length")] * 3
+    assert sum(map(len, sequences)) <= 64 + 3  # the last tokens are pending
+    mixed = [{"shift": ContextShift(discard=4)}, {}, {}]
+    again = generate_all(sequences, 30, each=mixed, temperature=1.0, seed=5)
+    assert again[0].finish_reason == "length"
+    assert {again[1].finish_reason, again[2].finish_reason} == {"cache_full"}
+    context.cache.check()
+
+
+def test_reasons_are_told_as_they_come(context: Context) -> None:
+    sequences = prompted(context, 2)
+    reasons = []
+    for _, _ in stream_all(sequences, each=[{"max_tokens": 1}, {"max_tokens": 3}]):
+        reasons.append([one.finish_reason for one in sequences])
+    assert reasons == [
+        ["length", None],
+        ["length", None],
+        ["length", None],
+        ["length", "length"],
+    ]
+
+
 def test_an_error_leaves_what_was_generated(context: Context) -> None:
     sequences = prompted(context, 2)
     stream = stream_all(sequences, 8, each=[{}, {"logit_bias": dict.fromkeys(range(999), -np.inf)}])
     assert next(stream).place == 0
-    with pytest.raises(OptionError, match="logit_bias"):
+    with pytest.raises(OptionError, match="logit_bias") as kept:
         list(stream)
     assert [len(sequence) for sequence in sequences] == [4, 12]
     context.cache.check()
-    assert sequences[1].complete(max_tokens=1).finish_reason in ("length", "stop_token")
+    # Also while its traceback is kept, as an interactive session keeps the last one.
+    assert generate_all(sequences, 1)[1].finish_reason in ("length", "stop_token")
+    with pytest.raises(OptionError, match="max_tokens") as also:
+        generate_all(sequences, each=[{}, {"max_tokens": -2}])
+    assert len(generate_all(sequences, 1)) == 2
+    del kept, also
 
 
 def test_sequences_are_taken_while_it_runs(context: Context) -> None:
@@ -170,7 +203,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(
             generate_all(sequences, **change)
     with pytest.raises(OptionError, match="sequences"):
         kvcellar.generate_all([5])  # type: ignore[list-item]
-    with pytest.raises(SequenceBusy):
+    with pytest.raises(OptionError, match="named twice"):
         generate_all([sequences[0], sequences[0]])
     assert generate_all([]) == []
     assert list(stream_all([])) == []

@@ -16,7 +16,6 @@ fork or a rollback:
 from __future__ import annotations
 
 import gc
-import secrets
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields, replace
 from inspect import GEN_CLOSED, getgeneratorstate
@@ -41,9 +40,12 @@ from kvcellar.runtime.stopping import (
     StopMatcher,
     checked_stop_tokens,
     checked_stops,
-    spelled_tokens,
+    control_stop_ids,
 )
+from kvcellar.text.constraint import Constraint
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
+from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class GenerationArguments:
     stop_tokens: object = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
+    constraint: Constraint | None = None
 
 
 class Generation:
@@ -84,7 +88,7 @@ class Generation:
         sequence: what it is generated onto.
         tokens: what was generated.
         finish_reason: why it ended; None: it has not.
-        seed: of its random numbers; None: the sampler that was handed over does not tell.
+        seed: of its random numbers.
     """
 
     def __init__(
@@ -108,10 +112,10 @@ class Generation:
         self._n_top = asked.logprobs
         if self._n_top is not None:
             self._n_top = check_range("logprobs", self._n_top, 0, MOST_LOGPROBS)
-        self._sampler = _sampler(asked.sampler, asked.options, sampling)
-        self.seed = self._sampler.options.seed
+        self._sampler = _sampler(asked, sampling, self._tokenizer)
+        self.seed = self._sampler.seed
         if self._tokenizer.has_text:
-            self._stop_string_ids = spelled_tokens(self._tokenizer, stops)
+            self._stop_string_ids = control_stop_ids(self._tokenizer, stops)
             self._detokenizer = self._tokenizer.detokenizer()
         elif stops:
             raise OptionError(
@@ -123,10 +127,10 @@ class Generation:
         self.tokens: list[Token] = []
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
-        self._n_prompt = self._n_computed = 0
+        self._n_prompt, self._n_computed = len(sequence), 0
         self._prompt_seconds = 0.0
-        self._begin = perf_counter()
-        self._start = len(sequence)  # what stands before is prompt
+        self._begin = self._end_time = perf_counter()
+        self._n_discarded = 0
         sequence.finish_reason = None
         if self._limit == 0:
             self._end("length")
@@ -162,10 +166,19 @@ class Generation:
         """Let the sequence tell why it ended."""
         self.sequence.finish_reason = self.finish_reason
 
-    def make_room(self) -> None:
-        """Shift the context if that was asked for and has to be."""
+    def make_room(self, reserved: int = 0) -> None:
+        """Shift the context if that was asked for and has to be.
+
+        Args:
+            reserved: how many of the free cells are for others.
+
+        Raises:
+            CacheFull: that would free no cell.
+        """
         if self._shift is not None:
-            self.sequence.make_room(self._shift)
+            before = len(self.sequence)
+            self.sequence.make_room(self._shift, reserved)
+            self._n_discarded += before - len(self.sequence)
 
     def computed(self, n_tokens: int, n_prompt: int, seconds: float) -> None:
         """Note that the prompt has been computed.
@@ -177,6 +190,7 @@ class Generation:
         """
         self._n_computed, self._n_prompt, self._prompt_seconds = n_tokens, n_prompt, seconds
         self._begin = perf_counter()
+        self._end_time = max(self._begin, self._end_time)
 
     def end_full(self) -> None:
         """End because no cell is free; what was generated stays."""
@@ -192,7 +206,7 @@ class Generation:
     def result(self, text: str) -> Result:
         """Return what it gave, once it has ended, with the text that was taken."""
         tokens = tuple(self.tokens)
-        seconds = perf_counter() - self._begin
+        seconds = self._end_time - self._begin
         return Result(
             text if self._tokenizer.has_text else None,
             tuple(token.id for token in tokens),
@@ -211,11 +225,14 @@ class Generation:
         self.make_room()
         logits, history = sequence.logits, sequence.ids()
         known: Any = history  # to a sampler an array is a sequence, too
-        allowed = self._allowed(logits)
+        allowed, n_prompt = self._allowed(logits), max(0, len(history) - len(self.tokens))
+        place = len(history) + self._n_discarded  # no random number is used twice
         drawn_from = None
         if self._n_top is not None:
-            drawn_from = self._sampler.distribution(allowed, known, n_prompt=self._start)
-        chosen = self._sample(allowed, known, n_prompt=self._start)
+            drawn_from = self._sampler.distribution(
+                allowed, known, n_prompt=n_prompt, position=place
+            )
+        chosen = self._sample(allowed, known, n_prompt=n_prompt, position=place)
         if chosen in self._stop_ids:
             self._end("stop_token")
             return None
@@ -231,8 +248,11 @@ class Generation:
         self.tokens.append(token)
         shown, stopped = self._matcher.push(token.text or "")
         self._shown.append(shown)
+        constraint = self._sampler.constraint
         if stopped:
             self._end("stop_string")
+        elif constraint is not None and getattr(constraint, "is_finished", False):
+            self._end("constraint")
         elif len(self.tokens) == self._limit:
             self._end("length")
         return token
@@ -254,6 +274,7 @@ class Generation:
 
     def _end(self, reason: FinishReason) -> None:
         """End; what was held back may be shown, up to a stop string that is complete."""
+        self._end_time = perf_counter()
         self._shown.append(self._matcher.finish())
         self.finish_reason = "stop_string" if self._matcher.stopped else reason
 
@@ -310,18 +331,24 @@ def checked_limit(max_tokens: int | None) -> int | None:
     return None if limit == -1 else limit
 
 
-def _sampler(
-    sampler: Sampler | None, options: SamplerOptions | None, sampling: dict[str, Any]
-) -> Sampler:
-    """Return the sampler that was handed over, or one with the options and a seed that is known."""
-    if sampler is None:
-        chosen = merge_options(options, sampling)
-        if chosen.seed is None:
-            chosen = replace(chosen, seed=secrets.randbits(32))
-        return Sampler(chosen)
-    if options is not None or sampling:
-        raise OptionError("sampler: it has options of its own, so give it or options, not both")
-    return _checked("sampler", sampler, Sampler) or sampler
+def _sampler(asked: GenerationArguments, sampling: dict[str, Any], tokenizer: Tokenizer) -> Sampler:
+    """Return the sampler that was handed over, or one with the options."""
+    sampler = _checked("sampler", asked.sampler, Sampler)
+    grammar = _checked("grammar", asked.grammar, Grammar)
+    if sampler is not None:
+        if asked.options is not None or sampling:
+            raise OptionError("sampler: it has options of its own, so give it or options, not both")
+        if grammar is not None or asked.constraint is not None:
+            raise OptionError("sampler: it has a constraint of its own; make it with that one")
+        return sampler
+    chosen, constraint = merge_options(asked.options, sampling), asked.constraint
+    if grammar is not None:
+        if constraint is not None:
+            raise OptionError("grammar and constraint: give one of them")
+        constraint = grammar.matcher(tokenizer)
+    return Sampler(
+        chosen, constraint=constraint, tokenizer=tokenizer if tokenizer.has_text else None
+    )
 
 
 def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:
