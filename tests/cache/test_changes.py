@@ -232,7 +232,7 @@ def test_a_verb_that_is_interrupted_has_happened_or_not(
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "verb"), CASES)
 def test_at_more_lines(kind: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_at(kind, verb, 25, monkeypatch)
+    check_at(kind, verb, 10, monkeypatch)
 
 
 @pytest.mark.parametrize("behind", [1, 2, 5, 13, 34])
