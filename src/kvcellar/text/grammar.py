@@ -22,7 +22,7 @@ from kvcellar.text import gbnf, json_schema
 from kvcellar.text.grammar_matcher import Compiled, GrammarMatcher, shorten
 from kvcellar.text.grammar_vocab import GrammarVocab, library, vocab_of
 from kvcellar.text.tokenizer import Tokenizer
-from kvcellar.types import ByteArray
+from kvcellar.types import BoolArray, ByteArray
 
 T = TypeVar("T")
 
@@ -145,7 +145,10 @@ def _compile(grammar: Grammar, vocab: GrammarVocab) -> Compiled:
     if error:
         where = _place(grammar, vocab, error) if grammar.kind == "json_schema" else ""
         raise GrammarError(f"{where or KINDS[grammar.kind]}: {error}")
-    return Compiled(vocab, start, _usable(grammar, vocab), KINDS[grammar.kind])
+    usable = _usable(grammar, vocab)
+    text = usable.copy()
+    text[list(vocab.stop_ids)] = False
+    return Compiled(vocab, start, _packed(usable), _packed(text), KINDS[grammar.kind])
 
 
 def _try(grammar: Grammar, vocab: GrammarVocab) -> tuple[Any, str]:
@@ -186,7 +189,7 @@ def _place(grammar: Grammar, vocab: GrammarVocab, error: str) -> str:
     return ""
 
 
-def _usable(grammar: Grammar, vocab: GrammarVocab) -> ByteArray:
+def _usable(grammar: Grammar, vocab: GrammarVocab) -> BoolArray:
     """Return what text can mean, stop tokens, and special tokens that a Lark grammar names."""
     usable = ~vocab.special
     usable[list(vocab.stop_ids)] = True
@@ -199,7 +202,11 @@ def _usable(grammar: Grammar, vocab: GrammarVocab) -> ByteArray:
         usable[list(named)] = True
         if re.search(r"<\[[\^*\d]", grammar.text):
             usable[:] = True
-    return np.packbits(usable, bitorder="little")
+    return usable
+
+
+def _packed(tokens: BoolArray) -> ByteArray:
+    return np.packbits(tokens, bitorder="little")
 
 
 def _in_time(function: Callable[[], T], seconds: float, what: str) -> T:

@@ -36,12 +36,14 @@ class Compiled(NamedTuple):
         vocab: the vocabulary.
         start: an ``LLMatcher`` that has seen nothing; it is only copied.
         usable: tokens that text or the grammar's own names can mean, a bit each.
+        text: those of them that end no text.
         name: of the grammar, for messages.
     """
 
     vocab: GrammarVocab
     start: Any
     usable: ByteArray
+    text: ByteArray
     name: str
 
 
@@ -50,7 +52,7 @@ class _Step(NamedTuple):
 
     allowed: BoolArray
     is_accepting: bool
-    is_stopped: bool
+    is_finished: bool
 
 
 class _Live(NamedTuple):
@@ -112,7 +114,7 @@ class GrammarMatcher:
             GrammarError: as :meth:`allowed`.
         """
         with self._lock:
-            return bool(self._text[1]) or self._current().is_stopped
+            return bool(self._text[1]) or self._current().is_finished
 
     def allowed(self) -> BoolArray:
         """Return which tokens may come next: ``[n_vocab]``, read-only.
@@ -217,13 +219,13 @@ def _compute(compiled: Compiled, state: Any) -> _Step:
     bits = np.frombuffer(mask, np.uint8, len(compiled.usable)) & compiled.usable
     if state.is_error():
         raise GrammarError(f"{compiled.name}: {_message(state)}")
-    accepts, stops = state.is_accepting(), state.is_stopped()
-    if not accepts and not stops and not bits.any():
-        raise GrammarError(f"{compiled.name}: no token of the vocabulary can come next")
+    accepts = state.is_accepting()
+    if not accepts and not bits.any():
+        raise GrammarError(f"{compiled.name}: {_NO_TOKEN}")
     n_vocab = compiled.vocab.n_vocab
     allowed = np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)
     allowed.flags.writeable = False
-    return _Step(allowed, accepts, stops)
+    return _Step(allowed, accepts, accepts and not (bits & compiled.text).any())
 
 
 def _only(compiled: Compiled, tokens: frozenset[int]) -> BoolArray:
@@ -234,11 +236,13 @@ def _only(compiled: Compiled, tokens: frozenset[int]) -> BoolArray:
 
 
 def _message(state: Any) -> str:
-    return shorten(state.get_error() or "the text does not fit it") + _HINTS.get(
-        state.stop_reason(), ""
-    )
+    error = shorten(state.get_error() or "the text does not fit it")
+    if error.startswith("NoExtension"):
+        return _NO_TOKEN
+    return error + _HINTS.get(state.stop_reason(), "")
 
 
+_NO_TOKEN = "no token of the vocabulary can come next"
 _HINTS = {
     "ParserTooComplex": "; it is too ambiguous here: say the same with fewer alternatives",
     "LexerTooComplex": "; an expression is too large here: use smaller repetitions",
