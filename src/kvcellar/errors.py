@@ -98,7 +98,8 @@ class CacheFull(CacheError):
         self.needed = needed
         self.free = free
         remedy = hint or "remove sequences or use a larger n_ctx"
-        super().__init__(f"{needed} cells needed, {free} free: {remedy}")
+        cells = "cell" if needed == 1 else "cells"
+        super().__init__(f"{needed} {cells} needed, {free} free: {remedy}")
 
 
 class SequenceIdError(CacheError):

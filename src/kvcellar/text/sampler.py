@@ -1,266 +1,430 @@
 """Choose the next token from logits.
 
-The steps, in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
-So top-p and min-p look at the distribution at temperature 1. Temperature 0 takes the best token
-after bias and penalties. Invariants:
+Hooks change the logits first, then ``logit_bias`` is added and the constraint bans what it does not
+allow. The samplers follow in the order of ``SamplerOptions.samplers``; llama.cpp's is the default.
+What is left is drawn from. Temperature 0 takes the best token that is left. Invariants:
 
 1. Of equal logits the lowest id comes first, in every step.
-2. The same options with the same seed give the same tokens for the same logits and histories.
+2. A random number depends on seed, choice and position alone; so the same options with the same
+   seed give the same tokens for the same logits and histories.
 3. The caller's logits are never written to.
+4. What fails changes nothing: neither the sampler's state nor, before it accepts, the constraint's.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcellar.errors import (
     ComputeError,
     OptionError,
-    check_integers,
+    check_callable,
     check_kind,
     check_range,
     check_real,
     shown,
 )
-from kvcellar.types import Float32Array, Int64Array
+from kvcellar.text.sampling import candidates as steps
+from kvcellar.text.sampling.candidates import Candidates, Float64Array
+from kvcellar.text.sampling.dry import Breakers, Spelling, apply_dry
+from kvcellar.text.sampling.options import SAMPLERS, SamplerOptions
+from kvcellar.text.sampling.penalties import Past, penalize
+from kvcellar.text.sampling.selection import Randomness, selection_of
+from kvcellar.types import MAX_POSITION, BoolArray, Float32Array, Int64Array
 
-_MAX_INT = 2**31 - 1
-_MAX_REAL = sys.float_info.max
-_MAX_BIAS = 1e9
-_GROUP = 64
-_FIRST_GUESS = 256
-"""Candidates that nearly always have the probability that top-p asks for."""
+__all__ = ["SAMPLERS", "Hook", "Sampler", "SamplerOptions", "log_softmax"]
 
-Float64Array = npt.NDArray[np.float64]
+Hook = Callable[[Float32Array, Sequence[int]], "Float32Array | None"]
+"""Takes a copy of the logits and the history; changes the copy, or returns another row."""
+
+
+class Allowing(Protocol):
+    """What a sampler asks a constraint, such as a grammar."""
+
+    def allowed(self) -> BoolArray:
+        """Which tokens may come next, ``[n_vocab]``."""
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token."""
+
+    def copy(self) -> Any:
+        """Return one that goes on from here by itself."""
 
 
 class Sampler:
-    """Draw tokens; the only state is that of the random numbers.
+    """Choose tokens for one text.
+
+    Its state is how many tokens it has drawn and what mirostat and adaptive-p have seen; random
+    numbers need none. A constraint has a state of its own, which moves with each token sampled.
 
     Args:
         options: None for the defaults.
+        constraint: bans tokens before all else, and accepts each token that is sampled.
+        hooks: functions that change logits, called in this order: each gets a copy of the row and
+            the history, and changes the copy or returns another row.
+        tokenizer: finds the tokens of ``dry_sequence_breakers``; only DRY with strings needs it.
+
+    Raises:
+        OptionError: DRY is on with strings as breakers, and there is no tokenizer.
+
+    Attributes:
+        options: as given.
+        seed: the seed, also where the options leave it to the system.
+        constraint: as given.
     """
 
-    def __init__(self, options: SamplerOptions | None = None) -> None:
+    def __init__(
+        self,
+        options: SamplerOptions | None = None,
+        *,
+        constraint: Allowing | None = None,
+        hooks: Iterable[Hook] = (),
+        tokenizer: Spelling | None = None,
+    ) -> None:
         if options is not None:
             check_kind("options", options, SamplerOptions)
         self.options = options or SamplerOptions()
-        self._random = np.random.Generator(np.random.PCG64(self.options.seed))
+        self.seed = secrets.randbits(32) if self.options.seed is None else self.options.seed
+        self.constraint = _check_constraint(constraint)
+        self._hooks = _check_hooks(hooks)
+        self._chain = _chain(self.options, tokenizer)
+        self._selection = selection_of(self.options)
+        self._n_drawn = 0
+        is_plain = self._chain == (_temperature,) and not self._selection.state
+        self._only_best = is_plain and self.options.is_greedy
         bias = self.options.logit_bias
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self._bias = np.fromiter(bias.values(), np.float32, len(bias))
 
     def copy(self) -> Sampler:
-        """Return a sampler that draws the same from here on."""
-        twin = Sampler(self.options)
-        twin.set_state(self.state())
+        """Return a sampler that draws the same from here on, and has its own constraint."""
+        twin = object.__new__(Sampler)
+        vars(twin).update(vars(self))
+        twin._selection = copy.copy(self._selection)
+        twin.constraint = None if self.constraint is None else self.constraint.copy()
         return twin
 
-    __copy__ = copy  # two that share their random numbers would disturb each other
+    __copy__ = copy  # two that share a state would disturb each other
 
     def state(self) -> Mapping[str, object]:
-        """The random state, for :meth:`set_state`."""
-        return copy.deepcopy(self._random.bit_generator.state)
+        """What the next tokens depend on, for :meth:`set_state`; JSON can hold it.
+
+        The constraint is not in it: copy that, or let it accept the tokens again.
+        """
+        return {
+            "seed": self.seed,
+            "n_drawn": self._n_drawn,
+            "selection": list(self._selection.state),
+        }
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Continue from a state that :meth:`state` returned.
 
         Raises:
-            OptionError: it is none.
+            OptionError: it is none, or of a sampler with other options.
         """
         try:
-            self._random.bit_generator.state = copy.deepcopy(dict(state))
-        except (TypeError, ValueError, LookupError, OverflowError):
+            self.seed, self._n_drawn, self._selection.state = _check_state(
+                dict(state), len(self._selection.state)
+            )
+        except (TypeError, ValueError, LookupError, OverflowError, OptionError):
             raise OptionError(f"state={shown(state)}: give what Sampler.state() returned") from None
 
-    def sample(self, logits: Float32Array, history: Sequence[int] = ()) -> int:
-        """Return the next token.
+    def sample(
+        self,
+        logits: Float32Array,
+        history: Sequence[int] = (),
+        *,
+        n_prompt: int = 0,
+        position: int | None = None,
+    ) -> int:
+        """Return the next token, which the constraint accepts.
 
         Args:
             logits: one number per token.
-            history: the tokens so far, oldest first; only penalties use it.
+            history: all tokens of the text, oldest first; only penalties and DRY use it.
+            n_prompt: how many of the first are prompt; only ``penalty_over="answer"`` uses it.
+            position: where the token will stand in the text, which chooses its random number.
+                None: behind the history if there is one, else the number of tokens drawn so far.
 
         Raises:
             ComputeError: the logits hold NaN or +inf.
-            OptionError: a bias for a token that does not exist, or all tokens banned.
+            OptionError: a bias for a token that does not exist, or no token is left to choose.
         """
-        if self.options.temperature == 0:
-            return self._best(self._adjust(logits, history))
-        ids, probabilities = self.distribution(logits, history)
-        cumulative = probabilities.cumsum()
-        drawn = cumulative.searchsorted(self._random.random() * cumulative[-1], side="right")
-        # Rounding may reach the very end, behind the last token that has any probability.
-        last = cumulative.searchsorted(cumulative[-1])
-        return int(ids[min(drawn, last)])
+        state = self._selection.state
+        if self._only_best:
+            token = self._best(logits, history, n_prompt, position)
+        else:
+            candidates, past, randomness = self._begin(logits, history, n_prompt, position)
+            ids, probabilities = self._distribution(candidates, past, randomness)
+            place = _draw(probabilities, randomness) if len(ids) > 1 else 0
+            token = int(ids[place])
+            state = self._selection.after(candidates, place, float(probabilities[place]))
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        self._selection.state = state
+        self._n_drawn += 1
+        return token
 
     def distribution(
-        self, logits: Float32Array, history: Sequence[int] = ()
+        self,
+        logits: Float32Array,
+        history: Sequence[int] = (),
+        *,
+        n_prompt: int = 0,
+        position: int | None = None,
     ) -> tuple[Int64Array, Float64Array]:
-        """Return the tokens that may be drawn and their probabilities; best first if cut.
+        """Return the tokens that :meth:`sample` may return here, and their probabilities.
+
+        Nothing is drawn and no state changes. XTC has decided for this position: the distribution
+        is the one that the token of this position comes from.
+
+        Args:
+            logits: see :meth:`sample`.
+            history: likewise.
+            n_prompt: likewise.
+            position: likewise.
+
+        Returns:
+            Ids and probabilities, best first if top-k or top-p was applied.
 
         Raises:
             ComputeError, OptionError: as :meth:`sample`.
         """
-        adjusted = self._adjust(logits, history)
-        best = self._best(adjusted)
-        if self.options.temperature == 0:
-            return np.array([best], np.int64), np.ones(1)
-        ids, values = self._cut(adjusted, best)
-        # Subtracting the best first keeps tiny temperatures from dividing inf by inf.
-        with np.errstate(over="ignore"):
-            weights = np.exp((values - values.max()) / self.options.temperature)
-        return ids, weights / weights.sum()
+        return self._distribution(*self._begin(logits, history, n_prompt, position))
+
+    def _begin(
+        self, logits: Float32Array, history: Sequence[int], n_prompt: int, position: int | None
+    ) -> tuple[Candidates, Past, Randomness]:
+        """Check the arguments; return what the samplers begin with."""
+        row = self._adjust(logits, history)
+        past = Past(history, n_prompt, len(row))
+        place = len(past) or self._n_drawn if position is None else _check_position(position)
+        randomness = Randomness(self.seed, self.options.choice, place)
+        return Candidates(row, own=row is not logits), past, randomness
+
+    def _best(
+        self, logits: Float32Array, history: Sequence[int], n_prompt: int, position: int | None
+    ) -> int:
+        """Return the best token where nothing else is asked for, after the same checks."""
+        row = self._adjust(logits, history)
+        if n_prompt or not isinstance(history, tuple):
+            Past(history, n_prompt, len(row))
+        if position is not None:
+            _check_position(position)
+        return int(row.argmax())
+
+    def _distribution(
+        self, candidates: Candidates, past: Past, randomness: Randomness
+    ) -> tuple[Int64Array, Float64Array]:
+        for step in self._chain:
+            step(candidates, self.options, past, randomness)
+        return self._selection.shape(candidates)
 
     def _adjust(self, logits: Float32Array, history: Sequence[int]) -> Float32Array:
-        """Logits after bias and penalties."""
-        _check_logits(logits)
-        seen = self._seen(history, len(logits))
-        if not len(self._bias_ids) and not len(seen):
-            return logits
-        adjusted: Float32Array = logits.copy()
+        """Return the row after hooks, bias and constraint, a copy if any of them did anything."""
+        top, row = _check_logits(logits), logits
+        for hook in self._hooks:
+            row = _hooked(hook, row, history)
         if len(self._bias_ids):
-            self._add_bias(adjusted)
-        if len(seen):
-            self._penalize(adjusted, seen)
-        return adjusted
+            row = self._biased(row)
+        if self.constraint is not None:
+            row = _masked(row, self.constraint)
+        if (top if row is logits else row.max()) == -math.inf:
+            raise self._no_choice()
+        return row
 
-    def _add_bias(self, adjusted: Float32Array) -> None:
-        if self._bias_ids.max() >= len(adjusted):
+    def _biased(self, row: Float32Array) -> Float32Array:
+        if self._bias_ids.max() >= len(row):
             raise OptionError(
-                f"logit_bias names token {self._bias_ids.max()}, the vocabulary has {len(adjusted)}"
+                f"logit_bias names token {self._bias_ids.max()}, the vocabulary has {len(row)}"
             )
         forced = self._bias == math.inf
         if not forced.any():
-            adjusted[self._bias_ids] += self._bias
-            return
+            row = row.copy()
+            row[self._bias_ids] += self._bias
+            return row
         # Several forced tokens keep the model's distribution among them.
         ids = self._bias_ids[forced]
-        values = np.maximum(adjusted[ids], np.finfo(np.float32).min)
-        adjusted.fill(-np.inf)
-        adjusted[ids] = values
+        biased: Float32Array = np.full_like(row, -np.inf)
+        biased[ids] = np.maximum(row[ids], np.finfo(np.float32).min)
+        return biased
 
-    def _seen(self, history: Sequence[int], n_vocab: int) -> Int64Array:
-        if not isinstance(history, (Sequence, np.ndarray)):
-            raise OptionError(f"history={shown(history)}: must be a list of tokens")
-        if not self.options.has_penalties or not len(history):
-            return np.empty(0, np.int64)
-        last_n = self.options.penalty_last_n
-        recent = history if last_n < 0 else history[-last_n:]
-        seen = check_integers("history", recent)
-        if min(seen) < 0 or max(seen) >= n_vocab:
-            raise OptionError(f"history holds a token outside [0, {n_vocab})")
-        return np.array(seen, np.int64)
-
-    def _penalize(self, adjusted: Float32Array, seen: Int64Array) -> None:
-        ids, counts = np.unique(seen, return_counts=True)
-        factor = self.options.repetition_penalty
-        values = adjusted[ids].astype(np.float64)
-        values = np.where(values <= 0, values * factor, values / factor)
-        values -= counts * self.options.frequency_penalty + self.options.presence_penalty
-        adjusted[ids] = values
-
-    def _best(self, adjusted: Float32Array) -> int:
-        best = int(adjusted.argmax())
-        if adjusted[best] == -math.inf:
-            if not len(self._bias_ids):
-                raise ComputeError("all logits are -inf: no token is possible")
-            raise OptionError("logit_bias bans every token: leave at least one")
-        return best
-
-    def _cut(self, adjusted: Float32Array, best: int) -> tuple[Int64Array, Float64Array]:
-        """Top-k, top-p and min-p: the tokens left, with their logits."""
-        options = self.options
-        top = float(adjusted[best])
-        if 0 < options.top_k < len(adjusted):
-            ids = _top_k(adjusted, options.top_k)
-            values = adjusted[ids].astype(np.float64)
-            if options.top_p < 1:
-                keep = _count_top_p(np.exp(values - top), options.top_p)
-                ids, values = ids[:keep], values[:keep]
-        elif options.top_p < 1:
-            ids = _top_p(adjusted, top, options.top_p)
-            values = adjusted[ids].astype(np.float64)
-        else:
-            ids, values = np.arange(len(adjusted)), adjusted.astype(np.float64)
-        least = top + math.log(options.min_p) if options.min_p > 0 else -math.inf
-        keep_mask = (values >= least) & (values > -math.inf)
-        return ids[keep_mask], values[keep_mask]
+    def _no_choice(self) -> Exception:
+        if self.constraint is not None:
+            return OptionError(
+                "the constraint allows no token that is possible: allow more, or ban less with "
+                "logit_bias and hooks"
+            )
+        if len(self._bias_ids):
+            return OptionError("logit_bias bans every token: leave at least one")
+        if self._hooks:
+            return OptionError("the hooks ban every token: leave at least one")
+        return ComputeError("all logits are -inf: no token is possible")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """Options of a :class:`Sampler`, a value; the defaults are llama.cpp's.
+# -- the steps, by name
 
-    Attributes:
-        temperature: 0 always takes the best token; 1 keeps the model's distribution.
-        top_k: keep the k best tokens; 0 keeps all.
-        top_p: keep the fewest best tokens that together have this probability; 1 keeps all.
-        min_p: drop tokens whose probability is below this fraction of the best; 0 keeps all.
-        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen; 1 is none.
-        presence_penalty: subtracted once from the logit of a token seen.
-        frequency_penalty: subtracted from the logit of a token for each time it was seen.
-        penalty_last_n: how many of the last tokens count as seen; 0 none, -1 all.
-        logit_bias: added to logits by token id; -inf bans a token, inf allows only such tokens.
-        seed: makes a run repeatable; None takes one from the system.
 
-    Raises:
-        OptionError: a value outside its range; names the option, the value and the range.
-    """
+def _penalties(candidates: Candidates, o: SamplerOptions, past: Past, _: Randomness) -> None:
+    penalize(candidates, o, past)
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_last_n: int = 64
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
 
-    def __post_init__(self) -> None:
-        self._real("temperature", 0.0, _MAX_REAL, "0 or more, finite")
-        self._int("top_k", 0, _MAX_INT, f"in [0 (off), {_MAX_INT}]")
-        self._real("top_p", math.ulp(0.0), 1.0, "in (0, 1]")
-        self._real("min_p", 0.0, 1.0, "in [0, 1]")
-        self._real("repetition_penalty", 1e-3, 1e3, "in [0.001, 1000]")
-        self._real("presence_penalty", -1e3, 1e3, "in [-1000, 1000]")
-        self._real("frequency_penalty", -1e3, 1e3, "in [-1000, 1000]")
-        self._int("penalty_last_n", -1, _MAX_INT, f"that is -1 (all) or in [0 (off), {_MAX_INT}]")
-        if self.seed is not None:
-            self._int("seed", 0, 2**64 - 1, "in [0, 2**64), or None")
-        object.__setattr__(self, "logit_bias", MappingProxyType(_check_bias(self.logit_bias)))
+def _dry(
+    breakers: Breakers, candidates: Candidates, o: SamplerOptions, past: Past, _: Randomness
+) -> None:
+    apply_dry(candidates, o, past, breakers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it; the mapping proxy cannot be."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return SamplerOptions, tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the history is used."""
-        return self.penalty_last_n != 0 and (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
+def _top_n_sigma(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    steps.top_n_sigma(candidates, o.top_n_sigma)
+
+
+def _top_k(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    steps.top_k(candidates, o.top_k)
+
+
+def _typical_p(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    steps.typical_p(candidates, o.typical_p, o.min_keep)
+
+
+def _top_p(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    steps.top_p(candidates, o.top_p, o.min_keep)
+
+
+def _min_p(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    steps.min_p(candidates, o.min_p, o.min_keep)
+
+
+def _xtc(candidates: Candidates, o: SamplerOptions, _: Past, randomness: Randomness) -> None:
+    if randomness.for_xtc < o.xtc_probability:
+        steps.xtc(candidates, o.xtc_threshold, o.min_keep)
+
+
+def _temperature(candidates: Candidates, o: SamplerOptions, *_: object) -> None:
+    spread = 0.0 if o.mirostat else o.dynatemp_range
+    steps.temperature(candidates, o.temperature, spread, o.dynatemp_exponent)
+
+
+Step = Callable[[Candidates, SamplerOptions, Past, Randomness], None]
+
+_STEPS: Mapping[str, Step] = {
+    "penalties": _penalties,
+    "top_n_sigma": _top_n_sigma,
+    "top_k": _top_k,
+    "typ_p": _typical_p,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "xtc": _xtc,
+    "temperature": _temperature,
+}
+_MAY_DROP_BEST = {"typ_p", "xtc"}
+_NEVER_DROP_BEST = {"top_n_sigma", "top_k", "top_p", "min_p"}
+
+
+def _chain(options: SamplerOptions, tokenizer: Spelling | None) -> tuple[Step, ...]:
+    if tokenizer is not None and not hasattr(tokenizer, "pieces"):
+        raise OptionError(f"tokenizer={shown(tokenizer)}: must be a Tokenizer, or None")
+    names, known = _active(options), dict(_STEPS)
+    if "dry" in names:
+        known["dry"] = partial(_dry, Breakers(options.breakers, tokenizer))
+    return tuple(known[name] for name in names)
+
+
+def _active(options: SamplerOptions) -> list[str]:
+    """The names of the steps that change anything, in order."""
+    if options.mirostat:
+        return ["temperature"]
+    is_on = {
+        "penalties": options.has_penalties,
+        "dry": options.has_dry,
+        "top_n_sigma": options.top_n_sigma > 0,
+        "top_k": options.top_k > 0,
+        "typ_p": options.typical_p < 1,
+        "top_p": options.top_p < 1,
+        "min_p": options.min_p > 0,
+        "xtc": options.xtc_probability > 0 and options.xtc_threshold <= 0.5,
+        "temperature": options.temperature != 1 or options.dynatemp_range > 0,
+        "adaptive_p": False,  # it is how the token is drawn
+    }
+    names = [name for name in options.order if is_on[name]]
+    if options.is_greedy:
+        names = names[: names.index("temperature") + 1]
+        if not _MAY_DROP_BEST & set(names):
+            names = [name for name in names if name not in _NEVER_DROP_BEST]
+    return names
+
+
+def _draw(probabilities: Float64Array, randomness: Randomness) -> int:
+    cumulative = probabilities.cumsum()
+    drawn = cumulative.searchsorted(randomness.for_token * cumulative[-1], side="right")
+    # Rounding may reach the very end, behind the last token that has any probability.
+    last = cumulative.searchsorted(cumulative[-1])
+    return int(min(drawn, last))
+
+
+# -- what changes the row, and checks
+
+
+def _hooked(hook: Hook, row: Float32Array, history: Sequence[int]) -> Float32Array:
+    given = row.copy()
+    returned = hook(given, history)
+    changed = given if returned is None else returned
+    name = f"the hook {getattr(hook, '__name__', type(hook).__name__)}"
+    is_row = isinstance(changed, np.ndarray) and changed.dtype.kind == "f"
+    if not is_row or changed.shape != row.shape:
+        raise OptionError(
+            f"{name} returned {shown(returned)}: a row of {len(row)} floats is needed, or None"
         )
+    top = float(changed.max())
+    if math.isnan(top) or top == math.inf:
+        raise OptionError(f"{name} left {top} in the logits: numbers and -inf are allowed")
+    return changed.astype(np.float32)
 
-    def _real(self, name: str, low: float, high: float, allowed: str) -> None:
-        value = _checked_real(name, getattr(self, name), low, high, allowed)
-        object.__setattr__(self, name, value)
 
-    def _int(self, name: str, low: int, high: int, allowed: str) -> None:
-        value = _checked_int(name, getattr(self, name), low, high, allowed)
-        object.__setattr__(self, name, value)
+def _masked(row: Float32Array, constraint: Allowing) -> Float32Array:
+    allowed = constraint.allowed()
+    if len(allowed) > len(row):
+        raise OptionError(
+            f"the constraint is made for {len(allowed)} tokens, the logits have {len(row)}"
+        )
+    masked: Float32Array = np.full_like(row, -np.inf)
+    np.copyto(masked[: len(allowed)], row[: len(allowed)], where=allowed)
+    return masked
+
+
+def _check_position(position: int) -> int:
+    return check_range("position", position, 0, MAX_POSITION)
+
+
+def _check_constraint(constraint: Allowing | None) -> Allowing | None:
+    verbs = ("allowed", "accept", "copy")
+    if constraint is not None and not all(hasattr(constraint, verb) for verb in verbs):
+        raise OptionError(
+            f"constraint={shown(constraint)}: must have the methods {', '.join(verbs)}"
+        )
+    return constraint
+
+
+def _check_hooks(hooks: Iterable[Hook]) -> tuple[Hook, ...]:
+    if isinstance(hooks, (str, bytes, Mapping)) or not isinstance(hooks, Iterable):
+        raise OptionError(f"hooks={shown(hooks)}: must be a list of functions")
+    return tuple(check_callable("a hook", hook) for hook in hooks)
+
+
+def _check_state(state: dict[str, Any], n: int) -> tuple[int, int, tuple[float, ...]]:
+    selection = tuple(check_real("state", value, -1e300, 1e300) for value in state["selection"])
+    if len(selection) != n or set(state) != {"seed", "n_drawn", "selection"}:
+        raise ValueError("it is of a sampler with other options")
+    seed = check_range("seed", state["seed"], 0, 2**64 - 1)
+    return seed, check_range("n_drawn", state["n_drawn"], 0, 2**63), selection
 
 
 def log_softmax(logits: Float32Array) -> Float64Array:
@@ -279,7 +443,8 @@ def log_softmax(logits: Float32Array) -> Float64Array:
     return values
 
 
-def _check_logits(logits: Float32Array) -> None:
+def _check_logits(logits: Float32Array) -> float:
+    """Return the best one."""
     check_kind("logits", logits, np.ndarray, made="one float a token")
     if logits.dtype.kind != "f":
         raise OptionError(f"logits have type {logits.dtype}: floats are needed, one a token")
@@ -291,69 +456,4 @@ def _check_logits(logits: Float32Array) -> None:
             f"logits hold {top}, first at token {int(np.argmax(logits))}: "
             "the model or its K/V cache is damaged"
         )
-
-
-def _top_k(values: Float32Array, k: int) -> Int64Array:
-    """Ids of the k largest, largest first, lowest id first among equals."""
-    ids = _at_least_k(values, k)
-    order = np.argsort(-values[ids], kind="stable")[:k]
-    return ids[order]
-
-
-def _at_least_k(values: Float32Array, k: int) -> Int64Array:
-    """Ids, ascending, of k or more values among which the k largest are."""
-    n_groups = len(values) // _GROUP
-    if k > n_groups // 2:
-        border = np.partition(values, len(values) - k)[len(values) - k]
-    else:
-        # The k-th best of the groups' best values is reached by k values at least, and by few
-        # more: cheaper to find than the k-th best value, and as good a place to cut.
-        maxima = values[: n_groups * _GROUP].reshape(_GROUP, n_groups).max(axis=0)
-        border = np.partition(maxima, n_groups - k)[n_groups - k]
-    return np.flatnonzero(values >= border)
-
-
-def _top_p(values: Float32Array, top: float, p: float) -> Int64Array:
-    """Ids of the fewest largest that have the probability p together, largest first."""
-    total = float(np.exp(values.astype(np.float64) - top).sum())
-    k = min(_FIRST_GUESS, len(values))
-    while True:
-        ids = _top_k(values, k)
-        weights = np.exp(values[ids].astype(np.float64) - top)
-        if k == len(values) or weights.sum() >= p * total:
-            return ids[: _count_top_p(weights, p, total)]
-        k = min(k * 16, len(values))
-
-
-def _count_top_p(weights: Float64Array, p: float, total: float | None = None) -> int:
-    cumulative = weights.cumsum()
-    mass = cumulative[-1] if total is None else total
-    return min(int(cumulative.searchsorted(p * mass)) + 1, len(weights))
-
-
-def _checked_real(name: str, value: object, low: float, high: float, allowed: str) -> float:
-    try:
-        return check_real(name, value, low, high)
-    except OptionError:
-        raise OptionError(f"{name} must be {allowed}, found {shown(value)}") from None
-
-
-def _checked_int(name: str, value: object, low: int, high: int, allowed: str) -> int:
-    try:
-        return check_range(name, value, low, high)
-    except OptionError:
-        raise OptionError(f"{name} must be an integer {allowed}, found {shown(value)}") from None
-
-
-def _check_bias(bias: object) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise OptionError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}")
-    checked: dict[int, float] = {}
-    for key, value in bias.items():
-        token = _checked_int("a token id in logit_bias", key, 0, _MAX_INT, f"in [0, {_MAX_INT}]")
-        named, allowed = f"logit_bias[{token}]", "±inf or within ±1e9"
-        number = _checked_real(named, value, -math.inf, math.inf, allowed)
-        if not math.isinf(number):
-            _checked_real(named, number, -_MAX_BIAS, _MAX_BIAS, allowed)
-        checked[token] = number
-    return checked
+    return top

@@ -1,0 +1,1 @@
+"""The samplers behind :mod:`kvcellar.text.sampler`, an idea a file."""
