@@ -150,9 +150,10 @@ def test_what_is_not_allowed_changes_nothing() -> None:
     for token in (BYTE_IDS[b"b"], END, TOOL):
         with pytest.raises(GrammarError, match=f"token {token} is not allowed"):
             matcher.accept(token)
-    for token in (-1, BYTES.n_vocab, True, "a"):
+    wrong: list[Any] = [-1, BYTES.n_vocab, True, "a"]
+    for other in wrong:
         with pytest.raises(OptionError, match="token"):
-            matcher.accept(token)  # type: ignore[arg-type]
+            matcher.accept(other)
     assert matcher.allowed() is before
     with pytest.raises(ValueError, match="read-only"):
         before[0] = True

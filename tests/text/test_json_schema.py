@@ -35,7 +35,7 @@ def same(a: object, b: object) -> bool:
 
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
     if isinstance(schema, bool):
-        return schema
+        return schema is True
     types = schema.get("type", list(TYPES))
     if not any(TYPES[name](value) for name in ([types] if isinstance(types, str) else types)):
         return False
@@ -52,7 +52,7 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
             re.search(schema.get("pattern", ""), value)
         )
     if TYPES["number"](value):
-        return schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf)
+        return bool(schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf))
     if isinstance(value, list):
         first = schema.get("prefixItems", [])
         return (
