@@ -457,8 +457,11 @@ class Chat:
         self, limit: int | None, stop: str | Iterable[str], how: SamplerOptions | Sampler
     ) -> Iterator[str]:
         """Yield the answer that was begun."""
-        chosen: dict[str, Any] = {"sampler" if isinstance(how, Sampler) else "options": how}
-        stream = partial(self.sequence.stream, stop=stop, **chosen)
+        stream = (
+            partial(self.sequence.stream, stop=stop, sampler=how)
+            if isinstance(how, Sampler)
+            else partial(self.sequence.stream, stop=stop, options=how)
+        )
         self._stream = self._pieces(stream, stream(limit), limit)
         return self._stream
 

@@ -75,7 +75,7 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """Return the grammar of JSON that fits a schema.
 
-        Properties come in the order of the schema. :doc:`docs/grammars.md` lists the keywords.
+        Properties come in the order of the schema. The guide on grammars lists the keywords.
 
         Args:
             schema: what ``json.loads`` makes of a schema, or its text.
