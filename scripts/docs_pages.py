@@ -54,7 +54,15 @@ PAGES = (
         "sequence",
         "Sequences",
         "A sequence is a text in a context: append to it, fork, edit, generate, save.",
-        ("Sequence", "SamplerOptions", "ContextShift"),
+        (
+            "Sequence",
+            "generate_all",
+            "stream_all",
+            "Result",
+            "Token",
+            "SamplerOptions",
+            "ContextShift",
+        ),
     ),
     Page(
         "cache",

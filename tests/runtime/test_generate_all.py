@@ -134,11 +134,16 @@ def test_an_error_leaves_what_was_generated(context: Context) -> None:
     sequences = prompted(context, 2)
     stream = stream_all(sequences, 8, each=[{}, {"logit_bias": dict.fromkeys(range(999), -np.inf)}])
     assert next(stream).place == 0
-    with pytest.raises(OptionError, match="logit_bias"):
+    with pytest.raises(OptionError, match="logit_bias") as kept:
         list(stream)
     assert [len(sequence) for sequence in sequences] == [4, 12]
     context.cache.check()
-    assert sequences[1].complete(max_tokens=1).finish_reason in ("length", "stop_token")
+    # Also while its traceback is kept, as an interactive session keeps the last one.
+    assert generate_all(sequences, 1)[1].finish_reason in ("length", "stop_token")
+    with pytest.raises(OptionError, match="max_tokens") as also:
+        generate_all(sequences, each=[{}, {"max_tokens": -2}])
+    assert len(generate_all(sequences, 1)) == 2
+    del kept, also
 
 
 def test_sequences_are_taken_while_it_runs(context: Context) -> None:
@@ -170,7 +175,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(
             generate_all(sequences, **change)
     with pytest.raises(OptionError, match="sequences"):
         kvcellar.generate_all([5])  # type: ignore[list-item]
-    with pytest.raises(SequenceBusy):
+    with pytest.raises(OptionError, match="named twice"):
         generate_all([sequences[0], sequences[0]])
     assert generate_all([]) == []
     assert list(stream_all([])) == []

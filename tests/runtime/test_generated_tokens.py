@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from kvcellar.errors import CacheFull, NotSupported, OptionError, SequenceBusy
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
+from kvcellar.runtime.options import ContextShift
 from kvcellar.runtime.results import Token
 from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.together import generate_all
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from tests.text.vocabularies import make_bpe
 
@@ -193,10 +197,11 @@ def test_a_full_cache_ends_a_result_with_what_there_is(context: Context) -> None
 
 def test_a_prompt_without_room_changes_nothing(sequence: Sequence) -> None:
     before = sequence.tokens
-    with pytest.raises(CacheFull, match="cells needed"):
+    with pytest.raises(CacheFull, match="cells needed") as kept:
         sequence.complete("a" * 96, 1)
     assert sequence.tokens == before
     assert sequence.complete("a", 1, ignore_eos=True).cache.n_computed == 1
+    del kept  # a traceback holds no stream
 
 
 def test_one_stream_at_a_time_whatever_it_gives(sequence: Sequence) -> None:
@@ -268,3 +273,86 @@ def test_a_sampler_goes_on_from_call_to_call(context: Context) -> None:
     for given in ({"options": DRAWN}, {"temperature": 0.5}):
         with pytest.raises(OptionError, match="sampler: it has options of its own"):
             one.generate(1, sampler=sampler, **given)
+
+
+def test_calls_with_one_seed_go_on_where_the_last_ended(context: Context) -> None:
+    """A random number follows from the seed and the place of the token."""
+    one, other = context.sequence("Once"), context.sequence("Once")
+    parts = [one.complete(max_tokens=n, options=DRAWN, ignore_eos=True).ids for n in (2, 1, 5)]
+    assert sum(parts, ()) == other.complete(max_tokens=8, options=DRAWN, ignore_eos=True).ids
+    other.trim(6)
+    assert other.complete(max_tokens=6, options=DRAWN, ignore_eos=True).ids == sum(parts, ())[2:]
+
+
+def test_a_shift_repeats_no_random_number(context: Context) -> None:
+    """Places go on although tokens move up."""
+    flat = dict.fromkeys(range(256), 0.0)
+    sequence = context.sequence("a" * 80)
+    drawn: list[float] = []
+
+    class Seen(Sampler):
+        def sample(self, *args: Any, **kwargs: Any) -> int:
+            drawn.append(kwargs["position"])
+            return super().sample(*args, **kwargs)
+
+    sampler = Seen(SamplerOptions(1.0, seed=1, logit_bias=flat))
+    result = sequence.complete(max_tokens=60, sampler=sampler, shift=ContextShift(discard=20))
+    assert len(sequence) < 96
+    assert drawn[: len(result.ids)] == list(range(80, 80 + len(result.ids)))
+
+
+# -- constraints
+
+
+class Letters:
+    """Allow the letters of a word, one after the other."""
+
+    def __init__(self, word: str, n_done: int = 0) -> None:
+        self.word, self.n_done = word, n_done
+
+    @property
+    def is_finished(self) -> bool:
+        return self.n_done == len(self.word)
+
+    def allowed(self) -> Any:
+        mask = np.zeros(N_VOCAB, np.bool_)
+        mask[END if self.is_finished else ord(self.word[self.n_done])] = True
+        return mask
+
+    def accept(self, token: int) -> None:
+        assert self.allowed()[token]
+        self.n_done += 1
+
+    def copy(self) -> Letters:
+        return Letters(self.word, self.n_done)
+
+
+def test_a_constraint_says_what_may_come_and_ends_it(sequence: Sequence) -> None:
+    constraint = Letters("yes")
+    first = sequence.complete(max_tokens=2, constraint=constraint, logprobs=0, temperature=1.0)
+    assert (first.text, first.finish_reason) == ("ye", "length")
+    assert first.logprobs is not None
+    for token in first.logprobs:
+        assert token.sampled_logprob == 0 != token.logprob
+    rest = sequence.complete(constraint=constraint)
+    assert (rest.text, rest.finish_reason) == ("s", "constraint")
+    again = sequence.complete(constraint=constraint, stop="x")
+    assert (again.ids, again.finish_reason) == ((), "stop_token")
+    results = generate_all(
+        [sequence, sequence.fork()],
+        each=[{"constraint": Letters("no")}, {"sampler": Sampler(constraint=Letters("maybe"))}],
+    )
+    assert [result.text for result in results] == ["no", "maybe"]
+    for given in ({"sampler": Sampler()}, {"grammar": Grammar.regex("a")}):
+        with pytest.raises(OptionError, match="constraint"):
+            sequence.generate(1, constraint=constraint, **given)
+
+
+def test_a_grammar_is_one(sequence: Sequence) -> None:
+    pytest.importorskip("llguidance")
+    for verb in (sequence.generate, lambda **given: "".join(sequence.stream(**given))):
+        text = verb(grammar=Grammar.regex("[0-9]{3}-(a|b)"), temperature=1.0, seed=3)
+        assert re.fullmatch("[0-9]{3}-(a|b)", text)
+    for wrong in ({"grammar": "[0-9]"}, {"constraint": 5}):
+        with pytest.raises(OptionError):
+            sequence.generate(1, **wrong)

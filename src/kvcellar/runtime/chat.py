@@ -509,22 +509,23 @@ class Chat:
         """Return the turn of the answer that was begun last, if anything was answered."""
         if (begun := self._open) is None:
             return ()
-        ids = self.sequence.tokens[begun.start :]
+        tokens = self.sequence.tokens
+        before, ids = tokens[: begun.start], tokens[begun.start :]
         if not ids and begun.finish_reason is None:
             return ()
         if begun.finish_reason == "stop_string":
-            ids = self._cut(ids, begun.shown)
-        answer, reason = _whole_text(self._tokenizer, ids), begun.finish_reason
+            ids = self._cut(before, ids, begun.shown)
+        answer, reason = _answered(self._tokenizer, before, ids), begun.finish_reason
         return (replace(begun.turn, answer=answer, ids=tuple(ids), finish_reason=reason),)
 
-    def _cut(self, ids: list[int], shown: str) -> list[int]:
+    def _cut(self, before: list[int], ids: list[int], shown: str) -> list[int]:
         """Return the tokens of an answer without the stop string that it ended in."""
-        tokenizer = self._tokenizer
+        text = partial(_answered, self._tokenizer, before, is_whole=True)
         n = len(ids)
-        while n and not shown.startswith(tokenizer.decode(ids[:n], continuing=True)):
+        while n and not shown.startswith(text(ids[:n])):
             n -= 1
-        rest = shown[len(tokenizer.decode(ids[:n], continuing=True)) :]
-        return [*ids[:n], *tokenizer.encode(rest, add_special=False, continuing=True)]
+        rest, goes_on = shown[len(text(ids[:n])) :], self._tokenizer.ends_in_text(before + ids[:n])
+        return [*ids[:n], *self._tokenizer.encode(rest, add_special=False, continuing=goes_on)]
 
     def _split(self, turn: int) -> tuple[tuple[Turn, ...], Turn]:
         """Return the turns before one, and that one."""
@@ -633,10 +634,17 @@ def _as_messages(message: object) -> tuple[Message, ...]:
     return tuple(dict(one) for one in messages)
 
 
-def _whole_text(tokenizer: Tokenizer, ids: List[int]) -> str:
-    """Return the text of an answer, without bytes of a character that does not end."""
-    detokenizer = tokenizer.detokenizer(continuing=True)
-    return "".join(map(detokenizer.push, ids))
+def _answered(
+    tokenizer: Tokenizer, before: List[int], ids: List[int], *, is_whole: bool = False
+) -> str:
+    """Return the text of an answer behind other tokens, as a stream gives it.
+
+    Bytes of a character that does not end are left out, or U+FFFD if it is the whole text.
+    """
+    detokenizer = tokenizer.detokenizer()
+    detokenizer.follow(before)
+    text = "".join(map(detokenizer.push, ids))
+    return text + detokenizer.finish() if is_whole else text
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:

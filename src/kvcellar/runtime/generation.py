@@ -16,7 +16,6 @@ fork or a rollback:
 from __future__ import annotations
 
 import gc
-import secrets
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields, replace
 from inspect import GEN_CLOSED, getgeneratorstate
@@ -43,7 +42,10 @@ from kvcellar.runtime.stopping import (
     checked_stops,
     spelled_tokens,
 )
+from kvcellar.text.constraint import Constraint
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
+from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class GenerationArguments:
     stop_tokens: object = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: Grammar | None = None
+    constraint: Constraint | None = None
 
 
 class Generation:
@@ -84,7 +88,7 @@ class Generation:
         sequence: what it is generated onto.
         tokens: what was generated.
         finish_reason: why it ended; None: it has not.
-        seed: of its random numbers; None: the sampler that was handed over does not tell.
+        seed: of its random numbers.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class Generation:
         self._n_top = asked.logprobs
         if self._n_top is not None:
             self._n_top = check_range("logprobs", self._n_top, 0, MOST_LOGPROBS)
-        self._sampler = _sampler(asked.sampler, asked.options, sampling)
-        self.seed = self._sampler.options.seed
+        self._sampler = _sampler(asked, sampling, self._tokenizer)
+        self.seed = self._sampler.seed
         if self._tokenizer.has_text:
             self._stop_string_ids = spelled_tokens(self._tokenizer, stops)
             self._detokenizer = self._tokenizer.detokenizer()
@@ -126,7 +130,7 @@ class Generation:
         self._n_prompt = self._n_computed = 0
         self._prompt_seconds = 0.0
         self._begin = perf_counter()
-        self._start = len(sequence)  # what stands before is prompt
+        self._n_discarded = 0
         sequence.finish_reason = None
         if self._limit == 0:
             self._end("length")
@@ -165,7 +169,9 @@ class Generation:
     def make_room(self) -> None:
         """Shift the context if that was asked for and has to be."""
         if self._shift is not None:
+            before = len(self.sequence)
             self.sequence.make_room(self._shift)
+            self._n_discarded += before - len(self.sequence)
 
     def computed(self, n_tokens: int, n_prompt: int, seconds: float) -> None:
         """Note that the prompt has been computed.
@@ -211,11 +217,14 @@ class Generation:
         self.make_room()
         logits, history = sequence.logits, sequence.ids()
         known: Any = history  # to a sampler an array is a sequence, too
-        allowed = self._allowed(logits)
+        allowed, n_prompt = self._allowed(logits), max(0, len(history) - len(self.tokens))
+        place = len(history) + self._n_discarded  # no random number is used twice
         drawn_from = None
         if self._n_top is not None:
-            drawn_from = self._sampler.distribution(allowed, known, n_prompt=self._start)
-        chosen = self._sample(allowed, known, n_prompt=self._start)
+            drawn_from = self._sampler.distribution(
+                allowed, known, n_prompt=n_prompt, position=place
+            )
+        chosen = self._sample(allowed, known, n_prompt=n_prompt, position=place)
         if chosen in self._stop_ids:
             self._end("stop_token")
             return None
@@ -231,8 +240,11 @@ class Generation:
         self.tokens.append(token)
         shown, stopped = self._matcher.push(token.text or "")
         self._shown.append(shown)
+        constraint = self._sampler.constraint
         if stopped:
             self._end("stop_string")
+        elif constraint is not None and getattr(constraint, "is_finished", False):
+            self._end("constraint")
         elif len(self.tokens) == self._limit:
             self._end("length")
         return token
@@ -310,18 +322,24 @@ def checked_limit(max_tokens: int | None) -> int | None:
     return None if limit == -1 else limit
 
 
-def _sampler(
-    sampler: Sampler | None, options: SamplerOptions | None, sampling: dict[str, Any]
-) -> Sampler:
-    """Return the sampler that was handed over, or one with the options and a seed that is known."""
-    if sampler is None:
-        chosen = merge_options(options, sampling)
-        if chosen.seed is None:
-            chosen = replace(chosen, seed=secrets.randbits(32))
-        return Sampler(chosen)
-    if options is not None or sampling:
-        raise OptionError("sampler: it has options of its own, so give it or options, not both")
-    return _checked("sampler", sampler, Sampler) or sampler
+def _sampler(asked: GenerationArguments, sampling: dict[str, Any], tokenizer: Tokenizer) -> Sampler:
+    """Return the sampler that was handed over, or one with the options."""
+    sampler = _checked("sampler", asked.sampler, Sampler)
+    grammar = _checked("grammar", asked.grammar, Grammar)
+    if sampler is not None:
+        if asked.options is not None or sampling:
+            raise OptionError("sampler: it has options of its own, so give it or options, not both")
+        if grammar is not None or asked.constraint is not None:
+            raise OptionError("sampler: it has a constraint of its own; make it with that one")
+        return sampler
+    chosen, constraint = merge_options(asked.options, sampling), asked.constraint
+    if grammar is not None:
+        if constraint is not None:
+            raise OptionError("grammar and constraint: give one of them")
+        constraint = grammar.matcher(tokenizer)
+    return Sampler(
+        chosen, constraint=constraint, tokenizer=tokenizer if tokenizer.has_text else None
+    )
 
 
 def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:

@@ -11,7 +11,7 @@ from kvcellar.text.sampler import log_softmax
 from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array
 
-FinishReason = Literal["length", "stop_token", "stop_string", "cache_full"]
+FinishReason = Literal["length", "stop_token", "stop_string", "constraint", "cache_full"]
 """Why a generation ended."""
 
 
@@ -101,9 +101,8 @@ class Result:
         text: what was generated, up to a stop string; None without a tokenizer.
         ids: all tokens that were generated, those of a stop string included.
         finish_reason: why it ended: "length" after ``max_tokens``, "stop_token" at one (which is
-            not added), "stop_string", or "cache_full".
-        seed: with it the sampler gives the same again; None: the sampler that was handed over
-            does not tell.
+            not added), "stop_string", "constraint" where nothing else may follow, "cache_full".
+        seed: with it the sampler gives the same again.
         timings: how long it took.
         cache: how much of the prompt had to be computed.
         logprobs: a token for each id, with log-probabilities; None unless asked for.
@@ -112,7 +111,7 @@ class Result:
     text: str | None
     ids: tuple[int, ...]
     finish_reason: FinishReason
-    seed: int | None
+    seed: int
     timings: GenerationTimings
     cache: CacheReport
     logprobs: tuple[Token, ...] | None = None

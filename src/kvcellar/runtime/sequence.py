@@ -56,6 +56,8 @@ from kvcellar.runtime.results import FinishReason, Result, Token, scored
 from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText, check_note
+from kvcellar.text.constraint import Constraint
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
@@ -291,11 +293,21 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         **sampling: object,
     ) -> str:
         """Generate and return the text; see :meth:`stream` for arguments and errors."""
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            grammar=grammar,
+            constraint=constraint,
         )
         return "".join(self._stream_text(asked, sampling))
 
@@ -309,6 +321,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         **sampling: object,
     ) -> Iterator[str]:
         """Generate and yield text as it comes, whole characters only.
@@ -336,6 +350,10 @@ class Sequence:
             sampler: what samples, in place of options; its state goes on from call to call.
             stop_tokens: ids to stop at beside the model's own; the one found is not added.
             ignore_eos: never draw the model's stop tokens, and so not stop at one.
+            grammar: what the text may be; the generation ends where nothing else may follow.
+            constraint: says which tokens may come next, in place of a grammar. As the state of a
+                sampler it moves with each token drawn, and is ahead of the text if an exception
+                from outside comes between drawing a token and adding it.
             **sampling: single fields of :class:`SamplerOptions`, for example ``temperature=0.8``.
 
         Raises:
@@ -345,7 +363,15 @@ class Sequence:
             CacheFull: no cell for the next token; what was generated stays in the sequence.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            grammar=grammar,
+            constraint=constraint,
         )
         return self._stream_text(asked, sampling)
 
@@ -359,6 +385,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         logprobs: int | None = None,
         **sampling: object,
     ) -> Iterator[Token]:
@@ -375,12 +403,23 @@ class Sequence:
             sampler: see there.
             stop_tokens: see there.
             ignore_eos: see there.
+            grammar: see there.
+            constraint: see there.
             logprobs: have log-probabilities, and those of that many of the most likely tokens; None
                 for neither.
             **sampling: see there.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            logprobs,
+            grammar,
+            constraint,
         )
         with self.turn:
             generation = self.begin(asked, sampling)
@@ -397,6 +436,8 @@ class Sequence:
         sampler: Sampler | None = None,
         stop_tokens: Iterable[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
         logprobs: int | None = None,
         **sampling: object,
     ) -> Result:
@@ -414,6 +455,8 @@ class Sequence:
             sampler: see there.
             stop_tokens: see there.
             ignore_eos: see there.
+            grammar: see there.
+            constraint: see there.
             logprobs: see :meth:`generate_tokens`.
             **sampling: see :meth:`stream`.
 
@@ -421,11 +464,19 @@ class Sequence:
             CacheFull: no room for the prompt; nothing has changed.
         """
         asked = GenerationArguments(
-            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+            max_tokens,
+            stop,
+            shift,
+            options,
+            sampler,
+            stop_tokens,
+            ignore_eos,
+            logprobs,
+            grammar,
+            constraint,
         )
         with self.turn:
             generation = self.begin(asked, sampling)
-            pieces = self._streaming.take(generation.pieces())
             start = perf_counter()
             if prompt is None:
                 [n_computed] = self.context.compute([self])
@@ -434,6 +485,7 @@ class Sequence:
                 n_computed = len(pending)
                 self._compute(pending)
             generation.computed(n_computed, len(self), perf_counter() - start)
+            pieces = self._streaming.take(generation.pieces())
         text = ""
         try:
             for piece in pieces:

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
 
 
-class Generations:
-    """Generations onto sequences of one context, a batch a step.
+class SequenceToken(NamedTuple):
+    """A token that was generated, and onto which of the sequences.
 
-    Each sequence is taken, as by a stream, for as long as this is referred to.
+    Attributes:
+        place: the sequence's place in the list.
+        token: the token.
+    """
+
+    place: int
+    token: Token
+
+
+class Generations:
+    """Generations onto sequences of one context, a batch a step; all are checked beforehand.
 
     Attributes:
         each: a generation a sequence, in their order.
@@ -33,39 +43,34 @@ class Generations:
         self, context: Context, sequences: Iterable[Sequence], arguments: list[dict[str, Any]]
     ) -> None:
         self._context = context
-        self._streams: list[Iterator[None]] = []
         self.each: list[Generation] = []
         names = {field.name for field in fields(GenerationArguments)}
-        with context.exclusive():
-            for sequence, given in zip(sequences, arguments, strict=True):
-                asked = {name: given.pop(name) for name in names & given.keys()}
-                generation = sequence.begin(GenerationArguments(**asked), given)
-                self._streams.append(sequence.take(_until_dropped()))
-                self.each.append(generation)
+        for sequence, given in zip(sequences, arguments, strict=True):
+            asked = {name: given.pop(name) for name in names & given.keys()}
+            self.each.append(sequence.begin(GenerationArguments(**asked), given))
         self._texts = [""] * len(self.each)
         self._begin = perf_counter()
         self._is_first = True
 
-    def step(self) -> Iterator[tuple[int, Token]]:
-        """Yield a token of each sequence that has not ended, with the sequence's place."""
-        active = [(i, one) for i, one in enumerate(self.each) if one.finish_reason is None]
-        with self._context.exclusive():
-            active = self._computed(active)
-        for i, generation in active:
-            token = generation.step()
-            self._texts[i] += generation.take_text()
-            if token is not None:
-                yield i, token
+    def run(self) -> Generator[SequenceToken, None, None]:
+        """Yield tokens, until all have ended.
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all have."""
-        return all(one.finish_reason is not None for one in self.each)
+        The sequences are taken for as long as this generator is not closed, which an exception
+        does, even while its traceback is kept.
+        """
+        while active := [one for one in enumerate(self.each) if one[1].finish_reason is None]:
+            with self._context.exclusive():
+                active = self._computed(active)
+            for place, generation in active:
+                token = generation.step()
+                self._texts[place] += generation.take_text()
+                if token is not None:
+                    yield SequenceToken(place, token)
+        for generation in self.each:
+            generation.publish()
 
     def results(self) -> list[Result]:
         """Return what each gave, in the order of the sequences."""
-        for generation in self.each:
-            generation.publish()
         pairs = zip(self.each, self._texts, strict=True)
         return [one.result(text + one.take_text()) for one, text in pairs]
 
@@ -89,18 +94,6 @@ class Generations:
                 self._is_first = False
             return active
         return active
-
-
-class SequenceToken(NamedTuple):
-    """A token that was generated, and onto which of the sequences.
-
-    Attributes:
-        place: the sequence's place in the list.
-        token: the token.
-    """
-
-    place: int
-    token: Token
 
 
 def generate_all(
@@ -128,13 +121,10 @@ def generate_all(
             sequences of several contexts; nothing was computed.
         SequenceBusy: a stream runs on one of them.
     """
-    generations = _begun(sequences, {**arguments, "max_tokens": max_tokens}, each)
-    if generations is None:
-        return []
-    while not generations.has_ended:
-        for _ in generations.step():
-            pass
-    return generations.results()
+    generations, tokens = _begun(sequences, {**arguments, "max_tokens": max_tokens}, each)
+    for _ in tokens:
+        pass
+    return [] if generations is None else generations.results()
 
 
 def stream_all(
@@ -148,30 +138,24 @@ def stream_all(
 
     ``finish_reason`` of a sequence says why it ended.
     """
-    generations = _begun(sequences, {**arguments, "max_tokens": max_tokens}, each)
-    return iter(()) if generations is None else _streamed(generations)
-
-
-def _streamed(generations: Generations) -> Iterator[SequenceToken]:
-    while not generations.has_ended:
-        for place, token in generations.step():
-            yield SequenceToken(place, token)
-    generations.results()
+    return _begun(sequences, {**arguments, "max_tokens": max_tokens}, each)[1]
 
 
 def _begun(
     sequences: Iterable[Sequence],
     arguments: dict[str, object],
     each: Iterable[Mapping[str, object]] | None,
-) -> Generations | None:
+) -> tuple[Generations | None, Iterator[SequenceToken]]:
     """Check what generations are asked for and begin them; None: there are no sequences."""
     listed = list(check_kind("sequences", sequences, Iterable, made="a list of sequences"))
     if not listed:
-        return None
+        return None, iter(())
     context = getattr(listed[0], "context", None)
     if context is None:
         raise OptionError(f"sequences: a list of sequences is needed, not of {shown(listed[0])}")
     chosen = context.own(listed)
+    if len({sequence.seq_id for sequence in chosen}) < len(chosen):
+        raise OptionError("sequences: one of them is named twice")
     if each is None:
         own: list[Mapping[str, object]] = [{}] * len(chosen)
     else:
@@ -180,9 +164,9 @@ def _begun(
         check_kind("each", mapping, Mapping, made="a mapping for each sequence")
     if len(own) != len(chosen):
         raise OptionError(f"each: {len(own)} mappings for {len(chosen)} sequences")
-    return Generations(context, chosen, [{**arguments, **mapping} for mapping in own])
-
-
-def _until_dropped() -> Generator[None, None, None]:
-    """Stand for a stream until nobody refers to it."""
-    yield
+    with context.exclusive():
+        made = Generations(context, chosen, [{**arguments, **mapping} for mapping in own])
+        tokens = made.run()
+        for sequence in chosen:
+            sequence.take(tokens)
+    return made, tokens

@@ -481,24 +481,25 @@ class Detokenizer:
         if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
             ids = check_integers("token ids", ids, TokenizerError)
         self._decoder.reset()
-        tokenizer, start, n_bytes = self._tokenizer, len(ids), 0
+        tokenizer, n_left, n_bytes = self._tokenizer, len(ids), 0
+        tail: list[tuple[bytes, bool, bool]] = []
         is_known, self._strip_next = False, tokenizer.strips_space
-        while start and not (is_known and n_bytes >= _MOST_WAITING):
-            token = int(ids[start - 1])
+        while n_left and not is_known:
+            token = int(ids[n_left - 1])
             if not 0 <= token < tokenizer.n_vocab:
                 self._strip_next = False
                 break
-            start -= 1
-            piece = tokenizer.token_bytes(token)
-            is_whole = tokenizer.is_matched_whole(token)
+            n_left -= 1
+            tail.append(parts := self._parts(token))
+            piece, is_whole, is_shown = parts
             # Whether a space is stripped is known behind the first token read that tells, so the
             # bytes of that one do not count.
             if n_bytes >= _MOST_WAITING:
                 is_known = is_whole or bool(piece)
-            elif not (self._skip_special and tokenizer.is_special(token)):
+            elif is_shown:
                 n_bytes += len(piece.removeprefix(b" "))
-        for token in ids[start:]:
-            self.push(int(token))
+        for parts in reversed(tail):
+            self._add(*parts)
 
     def push(self, token: int) -> str:
         """Return the text that this token completes, often "".
@@ -506,16 +507,21 @@ class Detokenizer:
         Raises:
             TokenizerError: no such token.
         """
+        return self._add(*self._parts(token))
+
+    def _parts(self, token: int) -> tuple[bytes, bool, bool]:
+        """Return a token's bytes, whether it is matched whole, and whether it is shown."""
         tokenizer = self._tokenizer
-        piece = tokenizer.token_bytes(token)
-        if tokenizer.is_matched_whole(token):
-            self._strip_next = tokenizer.strips_space
+        is_shown = not (self._skip_special and tokenizer.is_special(token))
+        return tokenizer.token_bytes(token), tokenizer.is_matched_whole(token), is_shown
+
+    def _add(self, piece: bytes, is_whole: bool, is_shown: bool) -> str:
+        if is_whole:
+            self._strip_next = self._tokenizer.strips_space
         elif piece:
             piece = piece.removeprefix(b" ") if self._strip_next else piece
             self._strip_next = False
-        if self._skip_special and tokenizer.is_special(token):
-            return ""
-        return self._decoder.decode(piece)
+        return self._decoder.decode(piece) if is_shown else ""
 
     def finish(self) -> str:
         """Return U+FFFD for bytes that still wait, and start over."""
