@@ -916,8 +916,14 @@ class Sequence:
 
     @synchronized
     def fill_open_token(self, token: int) -> None:
-        """Put a token in the place of the one that is open."""
-        self._check_open()
+        """Put a token in the place of the one that is open.
+
+        Raises:
+            OptionError: it is no token of the vocabulary, or none is open.
+        """
+        token = check_range("token", token, 0, self.context.model.spec.n_vocab - 1)
+        if self.open_token() is None:
+            raise OptionError(f"token={token}: no token is open")
         self._state = self._state._replace(pending=PendingTokens([token]), open_token=None)
 
     def to_compute(self) -> PendingTokens:

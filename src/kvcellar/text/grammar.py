@@ -22,7 +22,7 @@ from kvcellar.text import gbnf, json_schema
 from kvcellar.text.grammar_matcher import Compiled, GrammarMatcher, shorten
 from kvcellar.text.grammar_vocab import GrammarVocab, library, vocab_of
 from kvcellar.text.tokenizer import Tokenizer
-from kvcellar.types import BoolArray, ByteArray
+from kvcellar.types import BoolArray
 
 T = TypeVar("T")
 
@@ -145,10 +145,7 @@ def _compile(grammar: Grammar, vocab: GrammarVocab) -> Compiled:
     if error:
         where = _place(grammar, vocab, error) if grammar.kind == "json_schema" else ""
         raise GrammarError(f"{where or KINDS[grammar.kind]}: {error}")
-    usable = _usable(grammar, vocab)
-    text = usable.copy()
-    text[list(vocab.stop_ids)] = False
-    return Compiled(vocab, start, _packed(usable), _packed(text), KINDS[grammar.kind])
+    return Compiled(vocab, start, _usable(grammar, vocab), KINDS[grammar.kind])
 
 
 def _try(grammar: Grammar, vocab: GrammarVocab) -> tuple[Any, str]:
@@ -203,10 +200,6 @@ def _usable(grammar: Grammar, vocab: GrammarVocab) -> BoolArray:
         if re.search(r"<\[[\^*\d]", grammar.text):
             usable[:] = True
     return usable
-
-
-def _packed(tokens: BoolArray) -> ByteArray:
-    return np.packbits(tokens, bitorder="little")
 
 
 def _in_time(function: Callable[[], T], seconds: float, what: str) -> T:

@@ -29,22 +29,26 @@ from kvcellar.types import BoolArray, ByteArray
 _N_WORKERS = 2
 
 
-class Compiled(NamedTuple):
+class Compiled:
     """A grammar compiled for a vocabulary.
 
-    Attributes:
+    Args:
         vocab: the vocabulary.
         start: an ``LLMatcher`` that has seen nothing; it is only copied.
-        usable: tokens that text or the grammar's own names can mean, a bit each.
-        text: those of them that end no text.
+        usable: tokens that text or the grammar's own names can mean, ``[n_vocab]``.
         name: of the grammar, for messages.
+
+    Attributes:
+        usable: those tokens, a bit each.
+        text: those of them that end no text.
     """
 
-    vocab: GrammarVocab
-    start: Any
-    usable: ByteArray
-    text: ByteArray
-    name: str
+    def __init__(self, vocab: GrammarVocab, start: Any, usable: BoolArray, name: str) -> None:
+        self.vocab = vocab
+        self.start = start
+        self.usable = _packed(usable)
+        self.text = _packed(usable & ~_only(vocab, vocab.stop_ids))
+        self.name = name
 
 
 class _Step(NamedTuple):
@@ -128,7 +132,7 @@ class GrammarMatcher:
         """
         with self._lock:
             if self._text[1]:
-                return _only(self._compiled, self._compiled.vocab.stop_ids)
+                return _only(self._compiled.vocab, self._compiled.vocab.stop_ids)
             return self._current().allowed
 
     def accept(self, token: int) -> None:
@@ -228,11 +232,15 @@ def _compute(compiled: Compiled, state: Any) -> _Step:
     return _Step(allowed, accepts, accepts and not (bits & compiled.text).any())
 
 
-def _only(compiled: Compiled, tokens: frozenset[int]) -> BoolArray:
-    allowed = np.zeros(compiled.vocab.n_vocab, np.bool_)
+def _only(vocab: GrammarVocab, tokens: frozenset[int]) -> BoolArray:
+    allowed = np.zeros(vocab.n_vocab, np.bool_)
     allowed[list(tokens)] = True
     allowed.flags.writeable = False
     return allowed
+
+
+def _packed(tokens: BoolArray) -> ByteArray:
+    return np.packbits(tokens, bitorder="little")
 
 
 def _message(state: Any) -> str:
