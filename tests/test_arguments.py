@@ -62,6 +62,8 @@ from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.text.chat_template import ChatTemplate
+from kvcellar.text.grammar import Grammar
+from kvcellar.text.grammar_matcher import GrammarMatcher
 from kvcellar.text.sampler import Sampler, SamplerOptions, log_softmax
 from kvcellar.text.tokenizer import Detokenizer, Tokenizer
 from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec, RowFormat, StateLayer, StateSpec
@@ -276,6 +278,8 @@ MAKE: dict[type, Callable[[Bench], Any]] = {
     SaveOptions: lambda _: SaveOptions(),
     LoadOptions: lambda _: LoadOptions(),
     SamplerOptions: lambda _: SamplerOptions(),
+    Grammar: lambda _: Grammar.regex("a"),
+    GrammarMatcher: lambda bench: Grammar.regex("a").matcher(bench.model.tokenizer),
     Sampler: lambda _: Sampler(SamplerOptions(0.0, frequency_penalty=1.0)),
     CacheView: lambda bench: bench.context.view(),
     ChatTemplate: lambda _: ChatTemplate("{{ messages[0].content }}"),
@@ -308,6 +312,7 @@ MADE_ELSEWHERE = {
     "Result": "Sequence.complete",
     "Token": "Sequence.generate_tokens",
     "Tokenizer": "Tokenizer.from_metadata",
+    "GrammarMatcher": "Grammar.matcher",
     "Detokenizer": "Tokenizer.detokenizer",
     "KVType": "an enumeration",
     "CacheView": "Cache.view",
@@ -326,6 +331,7 @@ BEHIND_THE_BORDER = {
     "join": "caches that are made of others call it",
     "release": "Sequence.close calls it",
     "begin": "what generates calls it",
+    "fill_open_token": "what generates calls it",
     "batch": "what computes calls it",
     "computed": "what computes calls it",
     "own": "Context.save and compute call it",
@@ -374,6 +380,14 @@ GOOD: dict[str, Callable[[Bench], Any]] = {
     "ContextOptions.use_kernel.groups": lambda _: [SPEC],
     "ContextShift.span.positions": lambda _: np.arange(8, dtype=np.int32),
     "SamplerOptions.top_k": lambda _: 40,
+    "Grammar.kind": lambda _: "regex",
+    "Grammar.text": lambda _: "a",
+    "Grammar.json_schema.schema": lambda _: {"type": "object"},
+    "Grammar.regex.pattern": lambda _: "a",
+    "Grammar.lark.text": lambda _: 'start: "a"',
+    "Grammar.gbnf.text": lambda _: 'root ::= "a"',
+    "Grammar.matcher.tokenizer": lambda b: b.model.tokenizer,
+    "GrammarMatcher.rollback.n_tokens": lambda _: 0,
     "MemoryStore.put.key": lambda _: "0c",
     "DiskStore.put.key": lambda _: "0c",
     "size": lambda _: 64,

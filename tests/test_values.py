@@ -38,6 +38,7 @@ from kvcellar.runtime.context import Context, Timings
 from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.profile import Profile, StepTimes
 from kvcellar.text.chat_template import ChatTemplate
+from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import CacheSpec, KVType, LayerSpec, RopeSpec
 
@@ -167,6 +168,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "StepTimes": lambda: StepTimes(2, 3),
     "CacheView": lambda: view(),
     "CheckpointBudget": lambda: CheckpointBudget(3, 4),
+    "Grammar": lambda: Grammar.regex("a+"),
     "Batch": lambda: Batch.of([5, 6, 7], [0, 1], positions=[1, 2, 3], logits=[True, False, True]),
 }
 

@@ -56,6 +56,7 @@ def chat(
     stop: o.Stop = None,
     stats: o.ShowStats = False,
     sampling: o.Sampling,
+    constraining: o.Constraining,
     templates: Templates,
     computing: o.Computing,
     cache: PromptCacheOptions,
@@ -64,7 +65,7 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     """
-    answering = o.Answering(max_tokens, stop, sampling.checked())
+    answering = o.Answering(max_tokens, stop, sampling.checked(), constraining.checked())
     with computing.open(model) as context, cache.open() as prompts:
         grows = computing.n_ctx is None
         conversation = Conversation(context, answering, system, prompts, templates, grows=grows)
@@ -180,7 +181,11 @@ class Conversation:
         self._n_restored += 0 if hit is None else hit.n_reused
 
     def _how(self) -> dict[str, Any]:
-        return {"max_tokens": self._answering.limit, "stop": self._answering.stop or ()}
+        return {
+            "max_tokens": self._answering.limit,
+            "stop": self._answering.stop or (),
+            "grammar": self._answering.grammar,
+        }
 
 
 class Repl:

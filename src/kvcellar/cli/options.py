@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 import typer
 
 from kvcellar.cli.console import note, one_line
-from kvcellar.errors import CacheFull, OptionError
+from kvcellar.errors import CacheFull, OptionError, check_path
+from kvcellar.files import open_regular, why
 
 if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence
+    from kvcellar.text.grammar import Grammar
     from kvcellar.text.sampler import SamplerOptions
 
 Command: TypeAlias = Callable[..., None]
@@ -49,6 +51,7 @@ ShowStats = Annotated[
 ]
 
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
+_grammar = partial(typer.Option, rich_help_panel="Grammars")
 _computing = partial(typer.Option, rich_help_panel="Cache and computation")
 
 
@@ -137,6 +140,71 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraining:
+    """What an answer may be."""
+
+    json_schema: Annotated[
+        str | None,
+        _grammar("--json-schema", metavar="JSON|FILE", help="Answer with JSON of this schema."),
+    ] = None
+    regex: Annotated[
+        str | None,
+        _grammar("--regex", metavar="PATTERN", help="Answer with what matches as a whole."),
+    ] = None
+    grammar: Annotated[
+        str | None, _grammar("--grammar", metavar="TEXT", help="Answer with this grammar, in GBNF.")
+    ] = None
+    grammar_file: Annotated[
+        str | None,
+        _grammar(
+            "--grammar-file", metavar="FILE", help="The same of a file; Lark in a .lark file."
+        ),
+    ] = None
+
+    def checked(self) -> Grammar | None:
+        """Return the grammar that is asked for, if any.
+
+        Raises:
+            OptionError: two of them, or a file that cannot be read.
+            GrammarError: it is wrong.
+        """
+        asked = {name: text for name, text in asdict(self).items() if text is not None}
+        if not asked:
+            return None
+        if len(asked) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+            raise OptionError(f"{names}: give one of them")
+        from kvcellar.text.grammar import Grammar
+
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.grammar is not None:
+            return Grammar.gbnf(self.grammar)
+        if self.json_schema is not None:
+            is_json = self.json_schema.lstrip()[:1] in ("{", "")
+            return Grammar.json_schema(
+                self.json_schema if is_json else _read("--json-schema", self.json_schema)
+            )
+        file = str(self.grammar_file)
+        text = _read("--grammar-file", file)
+        return Grammar.lark(text) if file.endswith(".lark") else Grammar.gbnf(text)
+
+
+def _read(option: str, name: str) -> str:
+    path = check_path(option, name)
+    try:
+        with open_regular(path) as file:
+            return file.read(_MOST_BYTES).decode()
+    except OSError as error:
+        raise OptionError(f"{option}: {name} cannot be read: {why(error)}") from error
+    except UnicodeDecodeError:
+        raise OptionError(f"{option}: {name} is no text in UTF-8") from None
+
+
+_MOST_BYTES = 2**20  # more than a grammar may have
+
+
+@dataclass(frozen=True, slots=True)
 class Computing:
     """How the cache is made and what computes."""
 
@@ -191,6 +259,7 @@ class Answering:
         max_tokens: of one answer; -1 is no limit.
         stop: texts that end an answer.
         sampling: how tokens are chosen.
+        grammar: what an answer may be.
 
     Raises:
         OptionError: ``max_tokens`` is out of range.
@@ -199,6 +268,7 @@ class Answering:
     max_tokens: int
     stop: list[str] | None
     sampling: SamplerOptions
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not -1 <= self.max_tokens <= _MOST_TOKENS:
@@ -215,8 +285,16 @@ class Answering:
 
         Raises:
             CacheFull: no cell is left.
+            GrammarError: the grammar is wrong, or cannot be followed.
         """
-        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), options=self.sampling))
+        how: dict[str, Any] = {"options": self.sampling}
+        if self.grammar is not None:
+            from kvcellar.text.sampler import Sampler
+
+            tokenizer = sequence.context.model.tokenizer
+            matcher = self.grammar.matcher(tokenizer)
+            how = {"sampler": Sampler(self.sampling, constraint=matcher, tokenizer=tokenizer)}
+        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), **how))
 
     def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
         """Yield what comes; a full cache is told with the option that helps."""

@@ -46,6 +46,7 @@ def run(
     stats: o.ShowStats = False,
     profile: ShowProfile = False,
     sampling: o.Sampling,
+    constraining: o.Constraining,
     templates: Templates,
     computing: o.Computing,
     cache: PromptCacheOptions,
@@ -58,7 +59,7 @@ def run(
     if raw and (chat or system is not None):
         raise OptionError("--raw takes no chat template: leave out --chat and --system")
     output = Output()
-    answering = o.Answering(max_tokens, stop, sampling.checked())
+    answering = o.Answering(max_tokens, stop, sampling.checked(), constraining.checked())
     text = read_prompt(prompt)
     if not text:
         raise BatchError("the prompt is empty")

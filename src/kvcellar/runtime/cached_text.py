@@ -84,6 +84,8 @@ class TextState(NamedTuple):
             others than the cache's; else "".
         self_extended: the first tokens in the order of the text, where positions were divided.
         self_extended_end: the position that they end before.
+        open_token: a token whose text the next one may begin with, in its place, and the position
+            where it stands; counts while it alone is pending there.
     """
 
     pending: PendingTokens = PendingTokens()
@@ -93,6 +95,7 @@ class TextState(NamedTuple):
     stored_as: str = ""
     self_extended: tuple[int, ...] = ()
     self_extended_end: int = 0
+    open_token: tuple[int, int] | None = None
 
     def in_order(self, cached: list[int]) -> list[int]:
         """Put cached tokens, in the order of their positions, into that of the text."""

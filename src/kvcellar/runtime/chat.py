@@ -43,7 +43,8 @@ from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import read_description
 from kvcellar.text.chat_prompt import Answer, ChatPrompt
 from kvcellar.text.chat_template import ChatTemplate, Message, check_messages
-from kvcellar.text.sampler import SamplerOptions
+from kvcellar.text.grammar import Grammar
+from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import MAX_POSITION
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Chat:
         turn: int | None = None,
         stop: str | Iterable[str] = (),
         options: SamplerOptions | None = None,
+        grammar: Grammar | None = None,
         **sampling: Any,
     ) -> Iterator[str]:
         """Say something and yield the answer as it comes.
@@ -211,12 +213,14 @@ class Chat:
                 dropped. None: say it last.
             stop: one or several strings to stop at.
             options: how to sample this answer; the chat's when None.
+            grammar: what this answer may be.
             **sampling: single fields of :class:`SamplerOptions`.
 
         Raises:
             TemplateError: the template refuses the messages; no turn was added.
             CacheFull: the conversation has no room, nor can any be made; what was answered stays.
             OptionError: an argument outside its range, or there is no such turn.
+            GrammarError: the grammar is wrong; no turn was added. Or it cannot be followed.
         """
         chosen = self._sampling.replaced(options, sampling)
         limit = _check_limit(max_tokens)
@@ -227,8 +231,13 @@ class Chat:
             said = old.messages if said is None else said
         if said is None:
             raise OptionError("message=None: give text or messages, or a turn to answer again")
+        tokenizer = self.sequence.context.model.tokenizer
+        sampler = None
+        if grammar is not None:
+            check_kind("grammar", grammar, Grammar, made="Grammar.json_schema(...)")
+            sampler = Sampler(chosen, constraint=grammar.matcher(tokenizer), tokenizer=tokenizer)
         self._begin(before, said, (), _wanted(limit))
-        return self._answer(limit, stop, chosen)
+        return self._answer(limit, stop, chosen if sampler is None else sampler)
 
     def retry(self, turn: int = -1, max_tokens: int | None = None, **arguments: Any) -> str:
         """Answer a turn again; it and all behind it are dropped. Return the new answer.
@@ -447,10 +456,14 @@ class Chat:
         return n_kept
 
     def _answer(
-        self, limit: int | None, stop: str | Iterable[str], options: SamplerOptions
+        self, limit: int | None, stop: str | Iterable[str], how: SamplerOptions | Sampler
     ) -> Iterator[str]:
         """Yield the answer that was begun."""
-        stream = partial(self.sequence.stream, stop=stop, options=options)
+        stream = (
+            partial(self.sequence.stream, stop=stop, sampler=how)
+            if isinstance(how, Sampler)
+            else partial(self.sequence.stream, stop=stop, options=how)
+        )
         self._stream = self._pieces(stream, stream(limit), limit)
         return self._stream
 

@@ -44,6 +44,7 @@ from kvcellar.runtime.stopping import (
 )
 from kvcellar.text.constraint import Constraint
 from kvcellar.text.grammar import Grammar
+from kvcellar.text.healing import beginning_with
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.types import Float32Array, Int32Array
@@ -223,9 +224,15 @@ class Generation:
         """Sample a token and add it to the sequence, unless it is one to stop at."""
         sequence = self.sequence
         self.make_room()
-        logits, history = sequence.logits, sequence.ids()
+        opened = self._open_token()
+        if opened is None:
+            logits, history = sequence.logits, sequence.ids()
+            allowed = self._allowed(logits)
+        else:
+            logits, history = opened[1], sequence.ids()[:-1]
+            allowed = self._continuing(*opened)
         known: Any = history  # to a sampler an array is a sequence, too
-        allowed, n_prompt = self._allowed(logits), max(0, len(history) - len(self.tokens))
+        n_prompt = max(0, len(history) - len(self.tokens))
         place = len(history) + self._n_discarded  # no random number is used twice
         drawn_from = None
         if self._n_top is not None:
@@ -240,11 +247,17 @@ class Generation:
             self._end("stop_string")
             return None
         token = Token(chosen, self._detokenize(chosen, history))
+        if opened is not None:
+            there = self._piece(opened[0], history) or ""
+            token = token._replace(text=(token.text or "").removeprefix(there))
         if self._n_top is not None and drawn_from is not None:
             token = scored(token, logits, self._n_top, self._tokenizer)
             share = float(drawn_from[1][drawn_from[0] == chosen].sum())
             token = token._replace(sampled_logprob=log(share) if share else float("-inf"))
-        sequence.push(chosen)
+        if opened is None:
+            sequence.push(chosen)
+        else:
+            sequence.fill_open_token(chosen)
         self.tokens.append(token)
         shown, stopped = self._matcher.push(token.text or "")
         self._shown.append(shown)
@@ -263,6 +276,18 @@ class Generation:
             return logits
         allowed: Float32Array = logits.copy()
         allowed[self._banned] = -np.inf
+        return allowed
+
+    def _open_token(self) -> tuple[int, Float32Array] | None:
+        if self.tokens or self._sampler.constraint is not None:
+            return None
+        return self.sequence.open_token()
+
+    def _continuing(self, token: int, logits: Float32Array) -> Float32Array:
+        """Return the logits of tokens that begin with the text of one, which they replace."""
+        allowed: Float32Array = logits.copy()
+        text = self._tokenizer.token_bytes(token)
+        allowed[~beginning_with(self._tokenizer, text)] = -np.inf
         return allowed
 
     def _piece(self, token: int, history: Int32Array) -> str | None:

@@ -58,6 +58,7 @@ from kvcellar.snapshot.container import write_snapshot
 from kvcellar.snapshot.snapshot import SavedText, check_note
 from kvcellar.text.constraint import Constraint
 from kvcellar.text.grammar import Grammar
+from kvcellar.text.healing import can_heal
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
@@ -237,19 +238,32 @@ class Sequence:
 
     # -- computing
 
-    def append(self, prompt: str | Iterable[int]) -> Sequence:
+    def append(self, prompt: str | Iterable[int], *, heal: bool = False) -> Sequence:
         """Append text or token ids and compute them; return the sequence itself.
 
         Special tokens in text are not parsed; an empty sequence gets the BOS that the file asks
         for. Use ``model.tokenizer.encode(text, parse_special=True)`` for the rest.
 
+        Args:
+            prompt: what to append.
+            heal: leave the last token open, if longer ones begin with its text: the first token
+                that is generated next, without a constraint, is one of these and takes its place;
+                what it adds to the text is its piece. Meant for prompts that may end within a
+                word. Whatever computes the last token, such as another ``append``, closes it.
+
         Raises:
             BatchError: nothing to add, or a token id outside the vocabulary.
             CacheFull: not enough free cells; nothing has changed.
         """
+        heal = check_bool("heal", heal)
         with self.turn:
             self._check_open()
-            self._compute(self._state.pending.appended(self.to_ids(prompt)))
+            ids = self.to_ids(prompt)
+            pending = self._state.pending.appended(ids)
+            if heal and len(pending) > 1 and can_heal(self.context.model.tokenizer, ids):
+                self._compute_but_last(pending)
+            else:
+                self._compute(pending)
         return self
 
     @synchronized
@@ -479,7 +493,7 @@ class Sequence:
             generation = self.begin(asked, sampling)
             start = perf_counter()
             if prompt is None:
-                [n_computed] = self.context.compute([self])
+                n_computed = 0 if self.open_token() else self.context.compute([self])[0]
             else:
                 pending = self._state.pending.appended(self.to_ids(prompt))
                 n_computed = len(pending)
@@ -886,6 +900,37 @@ class Sequence:
         self._state = self._state._replace(pending=pending)
         return self.computed(self.context.decode(self.batch(pending))[-1])
 
+    @changing
+    def _compute_but_last(self, pending: PendingTokens) -> None:
+        last = len(pending) - 1
+        self._compute(pending.removed(last, last + 1))
+        opened = pending.tokens[last], self.context.cache.seq_pos_max(self.seq_id) + 1
+        self._state = self._state._replace(pending=PendingTokens([opened[0]]), open_token=opened)
+
+    @synchronized
+    def open_token(self) -> tuple[int, Float32Array] | None:
+        """Return the last token and the logits before it, if it was left open and still is."""
+        self._check_open()
+        state, logits = self._state, self._known_logits()
+        end = self.context.cache.seq_pos_max(self.seq_id) + 1
+        if state.open_token is None or logits is None or state.pending.places:
+            return None
+        if state.open_token != (*state.pending.tokens, end):
+            return None
+        return state.open_token[0], logits
+
+    @synchronized
+    def fill_open_token(self, token: int) -> None:
+        """Put a token in the place of the one that is open.
+
+        Raises:
+            OptionError: it is no token of the vocabulary, or none is open.
+        """
+        token = check_range("token", token, 0, self.context.model.spec.n_vocab - 1)
+        if self.open_token() is None:
+            raise OptionError(f"token={token}: no token is open")
+        self._state = self._state._replace(pending=PendingTokens([token]), open_token=None)
+
     def to_compute(self) -> PendingTokens:
         """Return what has to be computed for ``logits`` to be known, within a change.
 
@@ -907,7 +952,9 @@ class Sequence:
     def computed(self, logits: Float32Array) -> Float32Array:
         """Take note, within a change, that pending tokens were decoded; return the logits."""
         end = self.context.cache.seq_pos_max(self.seq_id) + 1
-        self._state = self._state._replace(pending=PendingTokens(), logits=logits, logits_end=end)
+        self._state = self._state._replace(
+            pending=PendingTokens(), logits=logits, logits_end=end, open_token=None
+        )
         return logits
 
     def _known_logits(self) -> Float32Array | None:

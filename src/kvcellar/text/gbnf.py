@@ -87,6 +87,7 @@ def to_lark(text: str) -> str:
 
 
 def _to_lark(rules: Rules) -> str:
+    rules = _ending(rules)
     rules = {name: _as_repetition(name, node) for name, node in rules.items()}
     regular = _regular(rules)
     if "root" in regular:
@@ -327,6 +328,40 @@ def _names_in(node: Node) -> set[str]:
 
 
 # -- recursion
+
+
+def _ending(rules: Rules) -> Rules:
+    """Return the rules without what can never come to an end.
+
+    Raises:
+        GrammarError: nothing remains.
+    """
+    ending: Rules = {}
+    found = True
+    while found:
+        new = {name: node for name in rules if (node := _without(rules[name], ending)) is not None}
+        found = len(new) > len(ending)
+        ending = new
+    if "root" not in ending:
+        raise GrammarError("the GBNF grammar: no text fits it: root never comes to an end")
+    return ending
+
+
+def _without(node: Node, ending: Rules) -> Node | None:
+    """Return a node without options that name other rules than these; None if none remains."""
+    if isinstance(node, Ref):
+        return node if node.name in ending else None
+    if isinstance(node, Alt):
+        items = [item for each in node.items if (item := _without(each, ending)) is not None]
+        return _alt(items) if items else None
+    if isinstance(node, Seq):
+        parts = [_without(item, ending) for item in node.items]
+        return _seq(part for part in parts if part is not None) if None not in parts else None
+    if isinstance(node, Rep):
+        if (item := _without(node.item, ending)) is None:
+            return EMPTY if node.least == 0 else None
+        return replace(node, item=item)
+    return node
 
 
 def _as_repetition(name: str, node: Node) -> Node:

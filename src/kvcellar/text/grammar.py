@@ -22,7 +22,7 @@ from kvcellar.text import gbnf, json_schema
 from kvcellar.text.grammar_matcher import Compiled, GrammarMatcher, shorten
 from kvcellar.text.grammar_vocab import GrammarVocab, library, vocab_of
 from kvcellar.text.tokenizer import Tokenizer
-from kvcellar.types import ByteArray
+from kvcellar.types import BoolArray
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """Return the grammar of JSON that fits a schema.
 
-        Properties come in the order of the schema. :doc:`docs/grammars.md` lists the keywords.
+        Properties come in the order of the schema. The guide on grammars lists the keywords.
 
         Args:
             schema: what ``json.loads`` makes of a schema, or its text.
@@ -186,7 +186,7 @@ def _place(grammar: Grammar, vocab: GrammarVocab, error: str) -> str:
     return ""
 
 
-def _usable(grammar: Grammar, vocab: GrammarVocab) -> ByteArray:
+def _usable(grammar: Grammar, vocab: GrammarVocab) -> BoolArray:
     """Return what text can mean, stop tokens, and special tokens that a Lark grammar names."""
     usable = ~vocab.special
     usable[list(vocab.stop_ids)] = True
@@ -199,7 +199,7 @@ def _usable(grammar: Grammar, vocab: GrammarVocab) -> ByteArray:
         usable[list(named)] = True
         if re.search(r"<\[[\^*\d]", grammar.text):
             usable[:] = True
-    return np.packbits(usable, bitorder="little")
+    return usable
 
 
 def _in_time(function: Callable[[], T], seconds: float, what: str) -> T:

@@ -29,20 +29,26 @@ from kvcellar.types import BoolArray, ByteArray
 _N_WORKERS = 2
 
 
-class Compiled(NamedTuple):
+class Compiled:
     """A grammar compiled for a vocabulary.
 
-    Attributes:
+    Args:
         vocab: the vocabulary.
         start: an ``LLMatcher`` that has seen nothing; it is only copied.
-        usable: tokens that text or the grammar's own names can mean, a bit each.
+        usable: tokens that text or the grammar's own names can mean, ``[n_vocab]``.
         name: of the grammar, for messages.
+
+    Attributes:
+        usable: those tokens, a bit each.
+        text: those of them that end no text.
     """
 
-    vocab: GrammarVocab
-    start: Any
-    usable: ByteArray
-    name: str
+    def __init__(self, vocab: GrammarVocab, start: Any, usable: BoolArray, name: str) -> None:
+        self.vocab = vocab
+        self.start = start
+        self.usable = _packed(usable)
+        self.text = _packed(usable & ~_only(vocab, vocab.stop_ids))
+        self.name = name
 
 
 class _Step(NamedTuple):
@@ -50,7 +56,7 @@ class _Step(NamedTuple):
 
     allowed: BoolArray
     is_accepting: bool
-    is_stopped: bool
+    is_finished: bool
 
 
 class _Live(NamedTuple):
@@ -112,7 +118,7 @@ class GrammarMatcher:
             GrammarError: as :meth:`allowed`.
         """
         with self._lock:
-            return bool(self._text[1]) or self._current().is_stopped
+            return bool(self._text[1]) or self._current().is_finished
 
     def allowed(self) -> BoolArray:
         """Return which tokens may come next: ``[n_vocab]``, read-only.
@@ -126,7 +132,7 @@ class GrammarMatcher:
         """
         with self._lock:
             if self._text[1]:
-                return _only(self._compiled, self._compiled.vocab.stop_ids)
+                return _only(self._compiled.vocab, self._compiled.vocab.stop_ids)
             return self._current().allowed
 
     def accept(self, token: int) -> None:
@@ -217,28 +223,34 @@ def _compute(compiled: Compiled, state: Any) -> _Step:
     bits = np.frombuffer(mask, np.uint8, len(compiled.usable)) & compiled.usable
     if state.is_error():
         raise GrammarError(f"{compiled.name}: {_message(state)}")
-    accepts, stops = state.is_accepting(), state.is_stopped()
-    if not accepts and not stops and not bits.any():
-        raise GrammarError(f"{compiled.name}: no token of the vocabulary can come next")
+    accepts = state.is_accepting()
+    if not accepts and not bits.any():
+        raise GrammarError(f"{compiled.name}: {_NO_TOKEN}")
     n_vocab = compiled.vocab.n_vocab
     allowed = np.unpackbits(bits, count=n_vocab, bitorder="little").view(np.bool_)
     allowed.flags.writeable = False
-    return _Step(allowed, accepts, stops)
+    return _Step(allowed, accepts, accepts and not (bits & compiled.text).any())
 
 
-def _only(compiled: Compiled, tokens: frozenset[int]) -> BoolArray:
-    allowed = np.zeros(compiled.vocab.n_vocab, np.bool_)
+def _only(vocab: GrammarVocab, tokens: frozenset[int]) -> BoolArray:
+    allowed = np.zeros(vocab.n_vocab, np.bool_)
     allowed[list(tokens)] = True
     allowed.flags.writeable = False
     return allowed
 
 
+def _packed(tokens: BoolArray) -> ByteArray:
+    return np.packbits(tokens, bitorder="little")
+
+
 def _message(state: Any) -> str:
-    return shorten(state.get_error() or "the text does not fit it") + _HINTS.get(
-        state.stop_reason(), ""
-    )
+    error = shorten(state.get_error() or "the text does not fit it")
+    if error.startswith("NoExtension"):
+        return _NO_TOKEN
+    return error + _HINTS.get(state.stop_reason(), "")
 
 
+_NO_TOKEN = "no token of the vocabulary can come next"
 _HINTS = {
     "ParserTooComplex": "; it is too ambiguous here: say the same with fewer alternatives",
     "LexerTooComplex": "; an expression is too large here: use smaller repetitions",
