@@ -20,6 +20,10 @@ PromptText = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="Text to complete; read from stdin if - or absent."),
 ]
+PromptFile = Annotated[
+    str | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a file of UTF-8."),
+]
 AsChat = Annotated[
     bool, typer.Option("--chat", help="Treat the prompt as a chat message to answer.")
 ]
@@ -33,6 +37,7 @@ def run(
     model: o.ModelName,
     prompt: PromptText = None,
     *,
+    file: PromptFile = None,
     max_tokens: o.MaxTokens = 256,
     stop: o.Stop = None,
     chat: AsChat = False,
@@ -50,7 +55,7 @@ def run(
     """
     output = Output()
     answering = o.Answering(max_tokens, stop, sampling.checked())
-    text = read_prompt(prompt)
+    text = read_prompt(prompt, file)
     with computing.open(model) as context, cache.open() as prompts:
         recorded = context.start_profile() if profile else None
         if chat or system is not None:

@@ -60,8 +60,9 @@ class Generation:
         self._profile = sequence.context.profile
         chosen = merge_options(options, sampling)
         self._looks_back = chosen.uses_history
-        self._sample = self._timed("sampling", Sampler(chosen).sample)
         self._tokenizer = sequence.context.model.tokenizer
+        sampler = Sampler(chosen, tokenizer=self._tokenizer)
+        self._sample = self._timed("sampling", sampler.sample)
         if not self._tokenizer.has_text:
             raise TokenizerError(
                 "this model has no tokenizer, so there is no text to generate; choose token ids: "

@@ -395,8 +395,9 @@ def _masked(row: Float32Array, constraint: Allowing) -> Float32Array:
         raise OptionError(
             f"the constraint is made for {len(allowed)} tokens, the logits have {len(row)}"
         )
-    masked: Float32Array = np.full_like(row, -np.inf)
-    np.copyto(masked[: len(allowed)], row[: len(allowed)], where=allowed)
+    if len(allowed) < len(row):  # rows of a padded vocabulary
+        allowed = np.concatenate((allowed, np.zeros(len(row) - len(allowed), np.bool_)))
+    masked: Float32Array = np.where(allowed, row, np.float32(-np.inf))
     return masked
 
 
