@@ -330,7 +330,7 @@ _NEVER_DROP_BEST = {"top_n_sigma", "top_k", "top_p", "min_p"}
 
 
 def _chain(options: SamplerOptions, tokenizer: Spelling | None) -> tuple[Step, ...]:
-    if tokenizer is not None and not hasattr(tokenizer, "pieces"):
+    if tokenizer is not None and not hasattr(tokenizer, "encode"):
         raise OptionError(f"tokenizer={shown(tokenizer)}: must be a Tokenizer, or None")
     names, known = _active(options), dict(_STEPS)
     if "dry" in names:

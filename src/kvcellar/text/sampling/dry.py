@@ -67,7 +67,7 @@ class Breakers:
         for one in breakers:
             if not isinstance(one, str):
                 self._add(one[0], one[1:])
-        if tokenizer is not None:
+        if strings and tokenizer is not None:
             for head, tail in _spelled(strings, tokenizer):
                 self._add(head, tail)
         size = max(self._tails, default=-1) + 2  # the last one stands for all that are larger
