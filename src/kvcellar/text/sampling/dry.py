@@ -102,9 +102,12 @@ def apply_dry(
     candidates: Candidates, options: SamplerOptions, past: Past, breakers: Breakers
 ) -> None:
     """Penalize what would go on with a repetition."""
-    tokens, allowed = past.last(options.dry_penalty_last_n), options.dry_allowed_length
-    limit = min(len(tokens), breakers.limit(tokens) if len(tokens) > allowed else 0)
-    if limit < allowed or len(tokens) <= allowed:
+    recent, allowed = past.last(options.dry_penalty_last_n), options.dry_allowed_length
+    if len(recent) <= allowed or recent.count(recent[-1]) == 1:
+        return
+    tokens = np.array(recent)
+    limit = breakers.limit(tokens)
+    if limit < allowed:
         return
     most = max(allowed, _most_length(options))
     ends, lengths = repeats(tokens, allowed, min(limit, most))

@@ -7,6 +7,7 @@ often as it was seen, the frequency penalty are subtracted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from kvcellar.errors import OptionError, check_integers, check_range, shown
 from kvcellar.text.sampling.candidates import Candidates
 from kvcellar.text.sampling.options import SamplerOptions
-from kvcellar.types import MAX_POSITION, Int64Array
+from kvcellar.types import MAX_POSITION
 
 
 class Past:
@@ -35,14 +36,14 @@ class Past:
         if not isinstance(history, (Sequence, np.ndarray)):
             raise OptionError(f"history={shown(history)}: must be a list of tokens")
         self._history = history
-        self._checked = np.empty(0, np.int64)
+        self._checked: list[int] = []
         self.n_answer = max(0, len(history) - check_range("n_prompt", n_prompt, 0, MAX_POSITION))
         self.n_vocab = n_vocab
 
     def __len__(self) -> int:
         return len(self._history)
 
-    def last(self, n: int) -> Int64Array:
+    def last(self, n: int) -> list[int]:
         """Return the last n tokens, or all if there are fewer or n is -1.
 
         Raises:
@@ -53,11 +54,11 @@ class Past:
             self._checked = self._check(n)
         return self._checked[len(self._checked) - n :]
 
-    def _check(self, n: int) -> Int64Array:
-        tokens = np.array(check_integers("history", self._history[len(self._history) - n :]))
-        if tokens.min() < 0 or tokens.max() >= self.n_vocab:
+    def _check(self, n: int) -> list[int]:
+        tokens = check_integers("history", self._history[len(self._history) - n :])
+        if min(tokens) < 0 or max(tokens) >= self.n_vocab:
             raise OptionError(f"history holds a token outside [0, {self.n_vocab})")
-        return tokens.astype(np.int64, copy=False)
+        return tokens
 
 
 def penalize(candidates: Candidates, options: SamplerOptions, past: Past) -> None:
@@ -66,7 +67,9 @@ def penalize(candidates: Candidates, options: SamplerOptions, past: Past) -> Non
     seen = past.last(window)
     if not len(seen):
         return
-    tokens, counts = np.unique(seen, return_counts=True)
+    counted = Counter(seen)
+    tokens = np.array(sorted(counted))
+    counts = np.fromiter(map(counted.__getitem__, tokens.tolist()), np.int64, len(tokens))
     places, which = candidates.find(tokens)
     values = candidates.values[places].astype(np.float64)
     factor = options.repetition_penalty

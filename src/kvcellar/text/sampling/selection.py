@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvcellar.text.sampling.candidates import Candidates, Float64Array, top_k
+from kvcellar.text.sampling.candidates import Candidates, Float64Array, best_places, top_k
 from kvcellar.text.sampling.options import SamplerOptions
 from kvcellar.types import Int64Array
 
@@ -103,16 +103,15 @@ class Mirostat(Plain):
         return (self.state[0] - self._options.mirostat_eta * error,)
 
     def _rank(self, candidates: Candidates) -> int:
-        n_vocab = len(candidates)
-        ids, _ = candidates.listed()
-        best = Candidates(candidates.values.copy(), own=True)
-        top_k(best, min(_MIROSTAT_M, len(ids)))
-        best.order()
-        gaps = best.values[:-1] - best.values[1:]
+        candidates.settle()
+        values = candidates.values
+        n = int(np.count_nonzero(values > -math.inf))
+        best = values[best_places(values, min(_MIROSTAT_M, n))].astype(np.float64)
+        gaps = best[:-1] - best[1:]
         ranks = np.arange(1, len(gaps) + 1)
         steps = np.log((ranks + 1) / ranks)
         exponent = float(steps @ gaps) / float(steps @ steps) if len(gaps) else 1.0
-        return _mirostat_k(exponent, self.state[0], n_vocab, len(ids))
+        return _mirostat_k(exponent, self.state[0], len(values), n)
 
     def _cut(self, candidates: Candidates) -> None:
         candidates.listed()
