@@ -15,7 +15,9 @@ import numpy as np
 from kvcellar.errors import OptionError, check_integers, check_range, shown
 from kvcellar.text.sampling.candidates import Candidates
 from kvcellar.text.sampling.options import SamplerOptions
-from kvcellar.types import MAX_POSITION
+from kvcellar.types import MAX_POSITION, Int64Array
+
+_FEW = 256
 
 
 class Past:
@@ -67,12 +69,19 @@ def penalize(candidates: Candidates, options: SamplerOptions, past: Past) -> Non
     seen = past.last(window)
     if not len(seen):
         return
-    counted = Counter(seen)
-    tokens = np.array(sorted(counted))
-    counts = np.fromiter(map(counted.__getitem__, tokens.tolist()), np.int64, len(tokens))
+    tokens, counts = _count(seen)
     places, which = candidates.find(tokens)
     values = candidates.values[places].astype(np.float64)
     factor = options.repetition_penalty
     values = np.where(values <= 0, values * factor, values / factor)
     values -= counts[which] * options.frequency_penalty + options.presence_penalty
     candidates.set(places, values)
+
+
+def _count(seen: list[int]) -> tuple[Int64Array, Int64Array]:
+    """Return the tokens, ascending, and how often each is there."""
+    if len(seen) > _FEW:
+        return np.unique(np.array(seen), return_counts=True)
+    counted = sorted(Counter(seen).items())  # faster, of few
+    tokens, counts = np.array(counted, np.int64).T
+    return tokens, counts
