@@ -69,6 +69,12 @@ PAGES = (
         "Prompts that are computed once; [the guide](../prompt-cache.md) says how they are found.",
         ("PromptCache", "open_store", "save_llama_file"),
     ),
+    Page(
+        "grammars",
+        "Grammars",
+        "What a generated text may be; [the guide](../grammars.md) has the rules.",
+        ("Grammar",),
+    ),
     Page("errors", "Errors", "", ERRORS),
 )
 

@@ -50,8 +50,10 @@ from kvcellar.runtime.context import Context, save_llama_file
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextOptions, ContextShift, LoadOptions, SaveOptions
+from kvcellar.runtime.results import Result, Token
 from kvcellar.runtime.saving import Ready
 from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.together import generate_all, stream_all
 from kvcellar.snapshot.snapshot import SavedText
 from kvcellar.stores.disk.store import DiskStore
 from kvcellar.stores.memory import MemoryStore
@@ -277,6 +279,8 @@ MAKE: dict[type, Callable[[Bench], Any]] = {
     Sampler: lambda _: Sampler(SamplerOptions(0.0, frequency_penalty=1.0)),
     CacheView: lambda bench: bench.context.view(),
     ChatTemplate: lambda _: ChatTemplate("{{ messages[0].content }}"),
+    Result: lambda b: b.sequence.complete(max_tokens=1),
+    Token: lambda _: Token(1, "a"),
     Detokenizer: lambda bench: bench.model.tokenizer.detokenizer(),
     CheckpointBudget: lambda _: CheckpointBudget(),
     CheckpointPolicy: lambda _: CheckpointPolicy(),
@@ -288,6 +292,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     find_model,
     open_store,
     save_llama_file,
+    generate_all,
+    stream_all,
     state_get,
     state_set,
     log_softmax,
@@ -299,6 +305,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 MADE_ELSEWHERE = {
     "Context": "Model.context",
     "Sequence": "Context.sequence",
+    "Result": "Sequence.complete",
+    "Token": "Sequence.generate_tokens",
     "Tokenizer": "Tokenizer.from_metadata",
     "Detokenizer": "Tokenizer.detokenizer",
     "KVType": "an enumeration",
@@ -310,13 +318,17 @@ BEHIND_THE_BORDER = {
     "export": "state_get checks",
     "import_": "state_set checks",
     "check_rows": "place checks",
-    "take": "place checks",
+    "take": "place and what generates check",
     "open_memory": "Model.context checks",
     "adopt": "PromptCache and Context.load check",
     "put": "Context.load checks",  # of a context
     "change": "what changes a context calls it",
     "join": "caches that are made of others call it",
     "release": "Sequence.close calls it",
+    "begin": "what generates calls it",
+    "batch": "what computes calls it",
+    "computed": "what computes calls it",
+    "own": "Context.save and compute call it",
     "of": "Cache.view calls it",  # of a view
     "from_metadata": "files are read by tests of their own",
 }
@@ -342,6 +354,8 @@ GOOD: dict[str, Callable[[Bench], Any]] = {
     "export_blocks.blocks": lambda b: list(b.store.entries()),
     "find_model.name": lambda b: b.model.path,
     "Sequence.generate.max_tokens": lambda _: 2,
+    "Sequence.complete.max_tokens": lambda _: 2,
+    "generate_all.max_tokens": lambda _: 2,
     "Sampler.sample.history": lambda _: [1, 2],
     "PromptCache.store.sequence": lambda b: b.sequence,
     "PromptCache.append.sequence": lambda b: empty(b),
@@ -388,6 +402,8 @@ GOOD: dict[str, Callable[[Bench], Any]] = {
     "stop": lambda _: 2,
     "remember": lambda _: lambda: lambda: None,
     "batch": lambda _: Batch.of([5], 1),
+    "other": lambda _: Batch.of([5], 1),
+    "sequences": lambda b: [b.sequence],
     "n_ubatch": lambda _: 8,
     "n_ctx": lambda _: 64,
     "n_tokens": lambda _: 2,

@@ -156,7 +156,8 @@ def test_errors_keep_a_cause_that_can_be_kept(name: str) -> None:
 # -- values
 
 LIVE_INSIDE = {"ContextFacts", "Span", "OldCells", "SavedCells", "SavedEviction", "SequenceState"}
-"""Records that hold a cache, or are the memory of one, and are no values for that reason."""
+LIVE_INSIDE |= {"GenerationArguments"}
+"""Records that hold a cache or a sampler, or are the memory of one, and no values therefore."""
 
 SPECIAL: dict[str, Callable[[], Any]] = {
     "SamplerOptions": lambda: SamplerOptions(0.5, logit_bias={3: 1.0, 4: -np.inf}, seed=7),

@@ -18,6 +18,7 @@ from kvcellar.errors import (
     CacheFull,
     ClosedError,
     ComputeError,
+    GrammarError,
     HandleError,
     InvariantError,
     KVCellarError,
@@ -51,8 +52,11 @@ if TYPE_CHECKING:
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
     from kvcellar.runtime.options import ContextOptions, ContextShift
+    from kvcellar.runtime.results import Result, Token
     from kvcellar.runtime.sequence import Sequence
+    from kvcellar.runtime.together import generate_all, stream_all
     from kvcellar.stores.opening import open_store
+    from kvcellar.text.grammar import Grammar
     from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
 
@@ -70,6 +74,8 @@ __all__ = [
     "Context",
     "ContextOptions",
     "ContextShift",
+    "Grammar",
+    "GrammarError",
     "HandleError",
     "InvariantError",
     "KVCellarError",
@@ -83,6 +89,7 @@ __all__ = [
     "OptionError",
     "PositionError",
     "PromptCache",
+    "Result",
     "SamplerOptions",
     "Sequence",
     "SequenceBusy",
@@ -93,13 +100,16 @@ __all__ = [
     "SnapshotMismatch",
     "StoreError",
     "TemplateError",
+    "Token",
     "TokenizerError",
     "UnsupportedModel",
     "__version__",
     "errors",
     "find_model",
+    "generate_all",
     "open_store",
     "save_llama_file",
+    "stream_all",
 ]
 
 _HOME = {
@@ -109,15 +119,20 @@ _HOME = {
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
     "ContextShift": "kvcellar.runtime.options",
+    "Grammar": "kvcellar.text.grammar",
     "KVType": "kvcellar.types",
     "LayerSpec": "kvcellar.types",
     "Model": "kvcellar.runtime.model",
     "PromptCache": "kvcellar.prompts.cache",
+    "Result": "kvcellar.runtime.results",
     "SamplerOptions": "kvcellar.text.sampler",
     "Sequence": "kvcellar.runtime.sequence",
+    "Token": "kvcellar.runtime.results",
     "find_model": "kvcellar.runtime.demo",
+    "generate_all": "kvcellar.runtime.together",
     "open_store": "kvcellar.stores.opening",
     "save_llama_file": "kvcellar.runtime.context",
+    "stream_all": "kvcellar.runtime.together",
 }
 
 

@@ -28,6 +28,7 @@ from kvcellar.errors import (
     check_bool,
     check_callable,
     check_integers,
+    check_kind,
     check_range,
     shown,
     whole,
@@ -153,6 +154,19 @@ class Batch:
         self._positions.append(place)
         self._owners.append(owners)
         self._wanted.append(wanted)
+        return self
+
+    def extend(self, other: Batch) -> Batch:
+        """Append another batch's tokens; returns this batch.
+
+        Raises:
+            BatchError: one of them has embeddings and the other tokens.
+        """
+        check_kind("other", other, Batch)
+        if (self._embeddings and other._tokens) or (self._tokens and other._embeddings):
+            raise BatchError("tokens and embeddings cannot be in one batch")
+        for each in fields(self):
+            getattr(self, each.name).extend(list(getattr(other, each.name)))
         return self
 
     def clear(self) -> None:

@@ -21,6 +21,7 @@ it relies on that.
     │   └── InvariantError          the cache contradicts itself: a bug, please report it
     ├── BatchError                  a batch that cannot be computed (also a ValueError)
     ├── OptionError                 an argument outside its range (also a ValueError)
+    ├── GrammarError                a grammar that is refused, or that refuses (also a ValueError)
     ├── ModelError
     │   ├── ModelFileError          missing, truncated, damaged, or not a GGUF file
     │   ├── UnsupportedModel        an architecture, tensor type or hyper-parameter we lack
@@ -97,7 +98,8 @@ class CacheFull(CacheError):
         self.needed = needed
         self.free = free
         remedy = hint or "remove sequences or use a larger n_ctx"
-        super().__init__(f"{needed} cells needed, {free} free: {remedy}")
+        cells = "cell" if needed == 1 else "cells"
+        super().__init__(f"{needed} {cells} needed, {free} free: {remedy}")
 
 
 class SequenceIdError(CacheError):
@@ -130,6 +132,10 @@ class BatchError(KVCellarError, ValueError):
 
 class OptionError(KVCellarError, ValueError):
     """An argument outside its range; the message names it, its value and the range."""
+
+
+class GrammarError(KVCellarError, ValueError):
+    """A grammar that cannot be compiled or followed, or a token that it does not allow."""
 
 
 class ModelError(KVCellarError):

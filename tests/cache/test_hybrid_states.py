@@ -51,7 +51,7 @@ def test_too_few_rows_leave_the_cells_alone() -> None:
     put(cache, 0, 1)
     put(cache, 1, 1)
     before = all_of(cache)
-    with pytest.raises(CacheFull, match="1 cells needed, 0 free"):
+    with pytest.raises(CacheFull, match="1 cell needed, 0 free"):
         put(cache, 0, 2)
     assert all_of(cache) == before
 

@@ -38,8 +38,25 @@ def _byte_letters() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talker(chatter: Path) -> Path:
+    """A model to run; modules that complete texts override it with one that has no template."""
+    return chatter
+
+
+@pytest.fixture(scope="session")
+def completer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without a chat template."""
+    return _write_talker(tmp_path_factory.mktemp("models") / "completer.gguf", {})
+
+
+@pytest.fixture(scope="session")
+def chatter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights whose tokens are bytes; greedy, it never stops by itself."""
+    path = tmp_path_factory.mktemp("models") / "talker.gguf"
+    return _write_talker(path, {"tokenizer.chat_template": TEMPLATE})
+
+
+def _write_talker(path: Path, more: dict[str, str]) -> Path:
     tokens = [*_byte_letters(), "<|im_start|>", "<|im_end|>"]
     tiny = TinyLlama(n_vocab=len(tokens))
     tensors = tiny.tensors()
@@ -55,9 +72,9 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenizer.ggml.token_type": np.array([1] * 256 + [3] * 2, np.int32),
         "tokenizer.ggml.merges": list[str](),
         "tokenizer.ggml.eos_token_id": 257,
-        "tokenizer.chat_template": TEMPLATE,
+        **more,
     }
-    return write_gguf(tmp_path_factory.mktemp("models") / "talker.gguf", metadata, tensors)
+    return write_gguf(path, metadata, tensors)
 
 
 @pytest.fixture(scope="session")

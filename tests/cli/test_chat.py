@@ -20,7 +20,7 @@ GREEDY = ("-n", "6", "--temp", "0", "--threads", "1", "--n-ctx", "256")
 def test_each_piped_line_is_answered(invoke: Invoke, talker: Path) -> None:
     result = invoke("chat", talker, *GREEDY, stdin="one\n\n  \ntwo\n")
     assert result.exit_code == 0
-    assert result.stderr == ""
+    assert result.stderr == "(cut off after 6 tokens; -n allows more)\n" * 2
     assert len(result.stdout) == 2 * 7
 
 
@@ -78,9 +78,10 @@ def test_an_answer_that_fills_the_cache_names_the_option(invoke: Invoke, talker:
     args = ("-n", "-1", "--temp", "0", "--threads", "1", "--n-ctx", "64")
     result = invoke("chat", talker, *args, stdin="hello\nagain\n")
     assert result.exit_code == 1
-    first, second = result.stderr.splitlines()
-    assert "1 cells needed, 0 free: use a larger --n-ctx" in first
-    assert ", 0 free: the conversation is too long, use a larger --n-ctx" in second
+    first, second, third = result.stderr.splitlines()
+    assert "0 free: use a larger --n-ctx" in first
+    assert second == "(the context is full: the oldest turn was dropped)"
+    assert "0 free: use a larger --n-ctx" in third
 
 
 @pytest.mark.slow

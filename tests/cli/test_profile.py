@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.runtime.generation import Generation
+from kvcellar.runtime.generation import Generation, GenerationArguments
 from kvcellar.runtime.model import Model
 from kvcellar.text.sampler import Sampler
 from tests.cli.helpers import Invoke
 
 ROW = re.compile(r"^ *(\S.*?) {2,}(?:(\d+) +)?(\d+\.\d+) +(\d+\.\d)%$")
 TITLE = re.compile(r"^(prefill|decode): (\d+) tokens, (\d+\.\d+) ms each$")
+
+
+@pytest.fixture
+def talker(completer: Path) -> Path:
+    """A model that completes texts, since it has no template."""
+    return completer
 
 
 def tables(text: str) -> dict[str, tuple[int, float, list[tuple[str, float, float]]]]:
@@ -96,5 +102,5 @@ def test_without_it_nothing_is_timed(
 def test_without_it_sampling_is_called_directly(talker: Path) -> None:
     with Model.from_gguf(talker, n_threads=1) as model:
         sequence = model.context(n_ctx=32).sequence("hello")
-        sample = Generation(sequence, 2, (), None, None, {})._sample
+        sample = Generation(sequence, GenerationArguments(2), {})._sample
         assert getattr(sample, "__func__", None) is Sampler.sample

@@ -45,6 +45,12 @@ def filled(filled_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(filled_once, tmp_path / "filled")
 
 
+@pytest.fixture
+def talker(completer: Path) -> Path:
+    """A model that completes texts, since it has no template."""
+    return completer
+
+
 def values(folder: Path) -> list[Path]:
     return [path for path in (folder / "values").rglob("*") if path.is_file()]
 

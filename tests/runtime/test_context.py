@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,22 @@ def state(context: Context) -> tuple[bytes, ...]:
         *rows,
     )
     return (*(a.tobytes() for a in arrays), str(table.head).encode())
+
+
+def test_more_cells_than_the_model_was_trained_for_warn_once(model: Model) -> None:
+    trained = model.spec.n_ctx_train
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for n_ctx in (trained, None, trained + 1, trained + 1):
+            model.context(n_ctx=n_ctx).close()
+    assert [str(one.message).partition(";")[0] for one in caught] == [
+        f"n_ctx={trained + 1}: {model.path.name} was trained for {trained} positions"
+    ]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="trained for"):
+            model.context(n_ctx=trained + 1)
 
 
 def test_logits_come_in_the_order_of_the_batch(context: Context) -> None:

@@ -15,7 +15,7 @@ from kvcellar.runtime.context import Context
 from kvcellar.runtime.model import Model
 from kvcellar.testing.gguf_writer import write_gguf
 from kvcellar.testing.tiny_llama import TinyLlama
-from kvcellar.text.sampler import SamplerOptions
+from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import Float32Array
 from tests.text.vocabularies import make_spm
 
@@ -227,8 +227,13 @@ def collect(stream: Iterator[str], pieces: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"max_tokens": -1}, "max_tokens=-1"),
-        ({"max_tokens": 2**31}, "max_tokens=2147483648: must be in .0, 2147483647."),
+        ({"max_tokens": -2}, "max_tokens=-2"),
+        ({"max_tokens": 2**31}, r"max_tokens=2147483648: .*-1 \(no limit\).*.0, 2147483647."),
+        ({"stop_tokens": [-1]}, "a stop token=-1"),
+        ({"stop_tokens": [2**31]}, "a stop token=2147483648"),
+        ({"ignore_eos": 1}, "ignore_eos=1: must be True or False"),
+        ({"sampler": 5}, "sampler must be None or made by Sampler"),
+        ({"sampler": Sampler(), "temperature": 1.0}, "sampler: .*options of its own"),
         ({"options": {"top_k": 3}}, "options must be None or made by SamplerOptions"),
         ({"options": SamplerOptions}, "options must be None or made by SamplerOptions"),
         ({"shift": 5}, "shift must be None or made by ContextShift"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import OptionError
-from kvcellar.runtime.generation import StopMatcher
+from kvcellar.runtime.stopping import StopMatcher
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:

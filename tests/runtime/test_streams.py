@@ -278,7 +278,7 @@ def test_without_a_tokenizer_nothing_is_sampled(plain: Context, verb: str) -> No
     sequence = plain.sequence([1, 2, 3])
     sequence.finish_reason = "length"
     n_decodes, before = plain.timings.n_decodes, plain.cache.view()
-    with pytest.raises(TokenizerError, match=r"Sampler\(options\)\.sample\(sequence\.logits\)"):
+    with pytest.raises(TokenizerError, match=r"generate_tokens\(\) and complete\(\)"):
         getattr(sequence, verb)(3)
     assert sequence.tokens == [1, 2, 3]
     assert plain.cache.view() == before
@@ -287,11 +287,23 @@ def test_without_a_tokenizer_nothing_is_sampled(plain: Context, verb: str) -> No
 
 
 def test_what_is_advised_without_a_tokenizer_works(plain: Context) -> None:
-    sequence, options = plain.sequence([1, 2, 3]), SamplerOptions(temperature=0.0)
+    sequence, other = plain.sequence([1, 2, 3]), plain.sequence([1, 2, 3])
+    wanted = []
     for _ in range(3):
-        token = Sampler(options).sample(sequence.logits)
-        sequence.append([token])
-    assert len(sequence) == 6
+        wanted.append(int(sequence.logits.argmax()))
+        sequence.append(wanted[-1:])
+    tokens = list(other.fork().generate_tokens(3))
+    assert [(token.id, token.text, token.logprob) for token in tokens] == [
+        (i, None, None) for i in wanted
+    ]
+    result = other.complete(max_tokens=3, logprobs=1)
+    assert (result.ids, result.text, result.finish_reason) == (tuple(wanted), None, "length")
+    assert other.tokens == sequence.tokens
+    with pytest.raises(OptionError, match=r"no tokenizer.*stop_tokens"):
+        other.generate_tokens(3, stop="a")
+    [first] = other.fork().complete(max_tokens=1).ids
+    stopped = other.complete(max_tokens=9, stop_tokens=[first])
+    assert (stopped.ids, stopped.finish_reason) == ((), "stop_token")
 
 
 def test_a_token_that_the_vocabulary_lacks_is_not_added(sequence: Sequence) -> None:

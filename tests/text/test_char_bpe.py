@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def merged(word: str) -> list[str]:
         symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
 
 
-def pieces(tokenizer: Tokenizer, text: str, **options: bool) -> list[str]:
+def pieces(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
     ids = tokenizer.encode(text, add_special=False, **options)
     return [tokenizer.vocab.tokens[i] for i in ids]
 

@@ -177,7 +177,7 @@ def test_templates_of_a_file_by_name(bpe: Maker) -> None:
     tokenizer = Tokenizer.from_metadata(metadata)
     assert ChatTemplate.from_metadata(metadata, tokenizer).render(HELLO) == "<s>default"
     assert ChatTemplate.from_metadata(metadata, tokenizer, "tool_use").render(HELLO) == "tools"
-    with pytest.raises(TemplateError, match="no chat template 'rag'; one of tool_use"):
+    with pytest.raises(TemplateError, match="no chat template 'rag'; one of chatml, tool_use"):
         ChatTemplate.from_metadata(metadata, tokenizer, "rag")
     metadata["tokenizer.chat_template"] = 7
     with pytest.raises(TemplateError, match="must be a string"):

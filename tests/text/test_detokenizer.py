@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -49,6 +50,45 @@ def test_parts_join_to_the_whole(
         kept = [i for i in ids if not (skip_special and tokenizer.is_special(i))]
         data = b"".join(tokenizer.token_bytes(i) for i in kept)
         assert joined == data.decode("utf-8", "replace")
+
+
+@examples(300)
+@given(
+    which=st.integers(0, 2),
+    ids=st.lists(st.integers(0, 259) | st.sampled_from([0, 3, 32, 258, 259]), max_size=12),
+    rest=st.lists(st.integers(0, 259), max_size=6),
+    skip_special=st.booleans(),
+    as_array=st.booleans(),
+)
+@example(which=0, ids=[0xF0, 0x9F, 0xE0], rest=[0x99, 0x82], skip_special=True, as_array=False)
+@example(which=1, ids=[262, 1, 259], rest=[260], skip_special=True, as_array=True)
+def test_following_tokens_equals_having_been_given_them(
+    tokenizers: list[Tokenizer],
+    which: int,
+    ids: list[int],
+    rest: list[int],
+    skip_special: bool,
+    as_array: bool,
+) -> None:
+    tokenizer = tokenizers[which]
+    n_vocab = tokenizer.n_vocab
+    ids, rest = [i % n_vocab for i in ids], [i % n_vocab for i in rest]
+    whole = tokenizer.detokenizer(skip_special=skip_special)
+    for i in ids:
+        whole.push(i)
+    behind = tokenizer.detokenizer(skip_special=skip_special)
+    behind.push(0xE2)  # what it was given before does not matter
+    behind.follow(np.array(ids, np.int32) if as_array else ids)
+    assert [behind.push(i) for i in rest] == [whole.push(i) for i in rest]
+    assert behind.finish() == whole.finish()
+
+
+def test_following_stops_at_ids_without_text(tokenizers: list[Tokenizer]) -> None:
+    stream = tokenizers[0].detokenizer()
+    stream.follow([0xF0, -1, 0x9F])
+    assert stream.push(0x99) == "\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(TokenizerError, match="flat list of integers"):
+        stream.follow("ab")  # type: ignore[arg-type]
 
 
 @examples(100)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
+from kvcellar.cli.console import note, one_line
 from kvcellar.errors import CacheFull, OptionError, shown
 
 if TYPE_CHECKING:
@@ -306,13 +308,17 @@ class Computing:
 
         path = find_model(model_name)
         with Model.from_gguf(path, n_threads=self.threads, pre=self.pre) as model:
-            yield model.context(
-                n_ctx=self.n_ctx,
-                n_seq_max=1,
-                n_ubatch=self.n_ubatch,
-                type_k=self.type_k,
-                type_v=self.type_v,
-            )
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                context = model.context(
+                    n_ctx=self.n_ctx,
+                    n_seq_max=1,
+                    n_ubatch=self.n_ubatch,
+                    type_k=self.type_k,
+                    type_v=self.type_v,
+                )
+            note(*(f"warning: {one_line(str(one.message))}" for one in caught))
+            yield context
 
 
 _MOST_TOKENS = 2**31 - 1
@@ -340,14 +346,22 @@ class Answering:
             allowed = f"-1 (no limit) or in [0, {_MOST_TOKENS}]"
             raise OptionError(f"--max-tokens (-n) must be {allowed}, found {self.max_tokens}")
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: no limit."""
+        return None if self.max_tokens == -1 else self.max_tokens
+
     def stream(self, sequence: Sequence) -> Iterator[str]:
         """Generate what follows a sequence, piece by piece.
 
         Raises:
             CacheFull: no cell is left.
         """
-        limit = None if self.max_tokens == -1 else self.max_tokens
+        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), options=self.sampling))
+
+    def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Yield what comes; a full cache is told with the option that helps."""
         try:
-            yield from sequence.stream(limit, stop=self.stop or (), options=self.sampling)
+            yield from pieces
         except CacheFull as error:
             raise CacheFull(error.needed, error.free, "use a larger --n-ctx") from error

@@ -7,23 +7,71 @@ a moment.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcellar.cli.console import clean, console_for, is_plain, one_line
-from kvcellar.errors import BatchError, CacheFull
+from kvcellar.errors import BatchError, CacheFull, OptionError
 
 if TYPE_CHECKING:
     from kvcellar.cli.interrupt import Interrupt
     from kvcellar.prompts.cache import CacheHit, PromptCache
-    from kvcellar.runtime.model import Model
     from kvcellar.runtime.sequence import Sequence as Text
+
+_template = partial(typer.Option, rich_help_panel="Chat template")
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """Which chat template, and what it is given."""
+
+    name: Annotated[
+        str | None,
+        _template(
+            "--chat-template",
+            metavar="NAME",
+            help="Another template of the model's file by its name, or chatml.",
+            show_default="the model's",
+        ),
+    ] = None
+    file: Annotated[
+        Path | None,
+        _template("--chat-template-file", metavar="FILE", help="A template of your own, in Jinja."),
+    ] = None
+    variables: Annotated[
+        str | None,
+        _template(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables for the template, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None
+
+    def chosen(self) -> tuple[str | Path | None, dict[str, Any]]:
+        """Return the template that is asked for, if any, and the variables.
+
+        Raises:
+            OptionError: two templates, or variables that are no JSON object.
+        """
+        if self.name is not None and self.file is not None:
+            raise OptionError("--chat-template and --chat-template-file: give one of them")
+        try:
+            variables = json.loads(self.variables or "{}")
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"--chat-template-kwargs is no JSON: {error}") from None
+        if not isinstance(variables, dict):
+            raise OptionError(f"--chat-template-kwargs must be an object, found {self.variables}")
+        return self.file if self.name is None else self.name, variables
+
 
 PATIENCE = 0.8  # seconds before the progress bar appears
 
@@ -62,20 +110,6 @@ def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
     """Return a conversation that begins with a prompt."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": prompt}]
-
-
-def chat_ids(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the tokens of a conversation, up to where the model's next answer begins.
-
-    Raises:
-        TemplateError: the model has no template, or it refuses the messages.
-        TokenizerError: the model has no tokenizer.
-    """
-    text = clean(model.chat_template.render(messages))
-    tokenizer = model.tokenizer
-    bos = "" if tokenizer.bos_id is None else tokenizer.vocab.tokens[tokenizer.bos_id]
-    has_bos = bool(bos) and text.startswith(bos)
-    return tokenizer.encode(text, add_special=not has_bos, parse_special=True)
 
 
 def read_tokens(

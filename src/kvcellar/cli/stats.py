@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from kvcellar.prompts.cache import CacheHit
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.profile import Profile, StepTimes
+    from kvcellar.runtime.sequence import Sequence
 
 
 def print_stats(
-    context: Context, seconds_to_first: float | None, hit: CacheHit | None = None
+    sequence: Sequence, seconds_to_first: float | None, hit: CacheHit | None = None
 ) -> None:
     """Print everything about a run to stderr, a line each."""
+    context = sequence.context
     times, spec = context.timings, context.spec
     first = "none" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
     used, size = map(human_bytes, _memory(context))
@@ -29,6 +31,7 @@ def print_stats(
         ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
         ("decode", _rate(times.decode_tokens, times.decode_seconds)),
         ("first token", first),
+        ("finish", sequence.finish_reason or "interrupted"),
         ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
         ("cells", f"{context.cache.used} of {spec.size} used"),
         ("memory", f"{used} of {size} ({types})"),
@@ -37,13 +40,13 @@ def print_stats(
         note(f"{name:<12}{value}")
 
 
-def turn_stats(context: Context, n_reused: int, n_prompt: int) -> str:
+def turn_stats(context: Context, n_reused: int, n_prompt: int, reason: str | None) -> str:
     """Return a turn of a conversation in one line."""
     times = context.timings
     return (
         f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
         f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
-        f" | {context.cache.used} of {context.spec.size} cells"
+        f" | {context.cache.used} of {context.spec.size} cells | finish {reason or 'interrupted'}"
     )
 
 

@@ -165,6 +165,26 @@ class Context:
             self.check_open()
             return self.change(partial(self._decode, batch))
 
+    def compute(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Compute what is pending in several sequences in one batch, so that ``logits`` are known.
+
+        It happens to all of them or to none.
+
+        Returns:
+            How many tokens were computed for each; 0 where the logits were known.
+
+        Raises:
+            OptionError: a sequence is empty, named twice or of another context.
+            CacheFull: not enough free cells for all of them.
+            ComputeError: as :meth:`decode`.
+        """
+        with self._lock:
+            self.check_open()
+            chosen = self.own(sequences)
+            if len({sequence.seq_id for sequence in chosen}) < len(chosen):
+                raise OptionError("sequences: one of them is named twice")
+            return self.change(partial(self._compute, chosen))
+
     def resize(self, n_ctx: int) -> None:
         """Change the number of cells, whatever sequences are open; they stay as they are.
 
@@ -227,10 +247,8 @@ class Context:
         with self._lock:
             self.check_open()
             path = check_path("path", path)
-            chosen = self.sequences if sequences is None else _listed(sequences)
+            chosen = self.sequences if sequences is None else self.own(sequences)
             options = SaveOptions(type_k, type_v, compress, checkpoints)
-            if any(sequence.context is not self for sequence in chosen):
-                raise OptionError("sequences: one of them belongs to another context")
             for sequence in chosen:
                 sequence.compute_pending()
             ids = [sequence.seq_id for sequence in chosen]
@@ -333,6 +351,18 @@ class Context:
             self.cache.changes.run(self._free, gone)
         return bool(gone)
 
+    def own(self, sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
+        """Return the sequences that an argument lists.
+
+        Raises:
+            OptionError: something else, or one of another context.
+        """
+        listed = tuple(check_kind("sequences", sequences, Iterable, made="a list of sequences"))
+        for sequence in listed:
+            if check_kind("sequences", sequence, Sequence).context is not self:
+                raise OptionError("sequences: one of them belongs to another context")
+        return listed
+
     def release(self, held: HeldSequence) -> None:
         """Free a sequence's cells and its id; what :meth:`Sequence.close` calls."""
         self._free([held])
@@ -424,6 +454,22 @@ class Context:
             del self._sequences[held.seq_id]
             held.is_closed = True
 
+    def _compute(self, sequences: Iterable[Sequence]) -> list[int]:
+        batch, computed, counts = Batch(), list[Sequence](), list[int]()
+        for sequence in sequences:
+            self.cache.changes.remember(sequence.held.remember())
+            pending = sequence.to_compute()
+            counts.append(len(pending))
+            if pending:
+                batch.extend(sequence.batch(pending))
+                computed.append(sequence)
+        if computed:
+            logits = self._decode(batch)
+            for sequence, row in zip(computed, logits, strict=True):
+                # A copy, as one row would keep those of all sequences.
+                sequence.computed(row.copy() if len(logits) > 1 else row)
+        return counts
+
     def _decode(self, batch: Batch) -> Float32Array:
         start = perf_counter()
         pieces: list[Float32Array] = []
@@ -491,13 +537,6 @@ def save_llama_file(
         content = state_get(context.cache, ids, checkpoints=False)
         target, arch = Target(kind, generation, ids, v_trans), context.model.spec.arch
         write_state(path, content, context.memory_spec, arch, filled[0].tokens, target)
-
-
-def _listed(sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
-    listed = tuple(check_kind("sequences", sequences, Iterable, made="a list of sequences"))
-    for sequence in listed:
-        check_kind("sequences", sequence, Sequence)
-    return listed
 
 
 def remember_ids(sequences: dict[int, HeldSequence]) -> Undo:

@@ -1,27 +1,50 @@
-"""The loop that turns logits into text: sample, detokenise, look for a stop, go on.
+"""The loop that turns logits into tokens: sample, detokenise, look for a stop, go on.
 
 A step is one call for other threads. It samples from the text as it is then, so a text may be
-edited while a stream runs on it.
+edited while a stream runs on it. What a token adds to the text is told from the tokens before it
+(:meth:`Detokenizer.follow`), so nothing has to be kept between calls, or put back by an edit, a
+fork or a rollback:
 
-Invariants of :class:`StopMatcher`, however the text is cut into parts:
-
-1. What was returned, joined, is the text before the first place where a stop string begins; the
-   whole text where none occurs.
-2. Text is held back only while it may still be the beginning of a stop string.
+1. A token's piece is what the text gains by it, less the bytes at the end of a text that are no
+   whole character yet: those are part of the piece of the token that completes them or after which
+   nothing can. So the pieces of a generation, split into calls in whatever way, joined, are what
+   the text gained, less such bytes at its end.
+2. Nothing is a piece but what tokens that were generated add: bytes that wait when something else
+   is appended turn into U+FFFD in the text, and no piece tells.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import fields, replace
+import secrets
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, fields, replace
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from math import log
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import ReferenceType, ref
 
-from kvcellar.errors import OptionError, SequenceBusy, TokenizerError, check_range, shown
+import numpy as np
+
+from kvcellar.errors import OptionError, SequenceBusy, check_bool, check_range, shown
 from kvcellar.runtime.options import ContextShift
+from kvcellar.runtime.results import (
+    CacheReport,
+    FinishReason,
+    GenerationTimings,
+    Result,
+    Token,
+    scored,
+)
+from kvcellar.runtime.stopping import (
+    StopMatcher,
+    checked_stop_tokens,
+    checked_stops,
+    spelled_tokens,
+)
 from kvcellar.text.sampler import Sampler, SamplerOptions
+from kvcellar.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
@@ -31,87 +54,208 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-FinishReason = Literal["length", "stop_token", "stop_string"]
-"""Why a generation ended."""
+MOST_TOKENS = 2**31 - 1
+MOST_LOGPROBS = 2**20
+
+
+@dataclass(slots=True)
+class GenerationArguments:
+    """What was asked for, checked for one sequence when a :class:`Generation` is made.
+
+    :meth:`Sequence.stream` says what each means.
+    """
+
+    max_tokens: int | None = None
+    stop: object = ()
+    shift: ContextShift | None = None
+    options: SamplerOptions | None = None
+    sampler: Sampler | None = None
+    stop_tokens: object = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 class Generation:
-    """One run of text generated onto a sequence; iterate it once.
+    """One run of tokens generated onto a sequence; iterate it once, or step through it.
 
-    Options, and whether the model has text at all, are checked when it is made, before anything is
-    computed.
+    All is checked when it is made, before anything is computed.
+
+    Attributes:
+        sequence: what it is generated onto.
+        tokens: what was generated.
+        finish_reason: why it ended; None: it has not.
+        seed: of its random numbers; None: the sampler that was handed over does not tell.
     """
 
     def __init__(
-        self,
-        sequence: Sequence,
-        max_tokens: int | None,
-        stop: str | Iterable[str],
-        shift: ContextShift | None,
-        options: SamplerOptions | None,
-        sampling: dict[str, Any],
+        self, sequence: Sequence, asked: GenerationArguments, sampling: dict[str, Any]
     ) -> None:
-        self._sequence = sequence
-        self._limit = (
-            None if max_tokens is None else check_range("max_tokens", max_tokens, 0, 2**31 - 1)
-        )
-        self._matcher = StopMatcher([stop] if isinstance(stop, str) else stop)
-        self._shift = _checked("shift", shift, ContextShift)
-        self._profile = sequence.context.profile
-        chosen = merge_options(options, sampling)
-        self._looks_back = chosen.uses_history
-        self._tokenizer = sequence.context.model.tokenizer
-        sampler = Sampler(chosen, tokenizer=self._tokenizer)
-        self._sample = self._timed("sampling", sampler.sample)
-        if not self._tokenizer.has_text:
-            raise TokenizerError(
-                "this model has no tokenizer, so there is no text to generate; choose token ids: "
-                "token = kvcellar.text.sampler.Sampler(options).sample(sequence.logits), then "
-                "sequence.append([token])"
+        self.sequence = sequence
+        model = sequence.context.model
+        self._tokenizer = model.tokenizer
+        self._limit = checked_limit(asked.max_tokens)
+        stops = checked_stops(asked.stop)
+        self._matcher = StopMatcher(stops)
+        self._shift = _checked("shift", asked.shift, ContextShift)
+        n_vocab = model.spec.n_vocab
+        self._stop_ids = checked_stop_tokens(asked.stop_tokens, n_vocab)
+        self._stop_string_ids: frozenset[int] = frozenset()
+        self._banned: list[int] = []
+        if check_bool("ignore_eos", asked.ignore_eos):
+            self._banned = sorted(self._tokenizer.stop_ids)
+        else:
+            self._stop_ids |= self._tokenizer.stop_ids
+        self._n_top = asked.logprobs
+        if self._n_top is not None:
+            self._n_top = check_range("logprobs", self._n_top, 0, MOST_LOGPROBS)
+        self._sampler = _sampler(asked.sampler, asked.options, sampling)
+        self.seed = self._sampler.options.seed
+        if self._tokenizer.has_text:
+            self._stop_string_ids = spelled_tokens(self._tokenizer, stops)
+            self._detokenizer = self._tokenizer.detokenizer()
+        elif stops:
+            raise OptionError(
+                "stop: this model has no tokenizer, so there is no text to stop at; use stop_tokens"
             )
+        self._profile = sequence.context.profile
+        self._sample = self._timed("sampling", self._sampler.sample)
+        self._detokenize = self._timed("detokenising", self._piece)
+        self.tokens: list[Token] = []
+        self.finish_reason: FinishReason | None = None
+        self._shown: list[str] = []
+        self._n_prompt = self._n_computed = 0
+        self._prompt_seconds = 0.0
+        self._begin = perf_counter()
+        self._start = len(sequence)  # what stands before is prompt
         sequence.finish_reason = None
+        if self._limit == 0:
+            self._end("length")
 
-    def __iter__(self) -> Generator[str, None, None]:
-        """Yield the text, in pieces of whole characters."""
-        detokenizer = self._tokenizer.detokenizer(continuing=True)
-        for piece in self._pieces(self._timed("detokenising", detokenizer.push)):
-            text, stopped = self._matcher.push(piece)
-            if text:
+    def run(self) -> Generator[Token, None, None]:
+        """Yield the tokens."""
+        while (token := self.step()) is not None:
+            yield token
+
+    def pieces(self) -> Generator[str, None, None]:
+        """Yield the text up to a stop string, in pieces of whole characters."""
+        for _ in self.run():
+            if text := self.take_text():
                 yield text
-            if stopped:
-                self._sequence.finish_reason = "stop_string"
-                return
-        text, stopped = self._matcher.push(detokenizer.finish())
-        if stopped:
-            self._sequence.finish_reason = "stop_string"
-        rest = text if stopped else text + self._matcher.finish()
-        if rest:
-            yield rest
+        if text := self.take_text():
+            yield text
 
-    def _pieces(self, detokenize: Callable[[int], str]) -> Iterator[str]:
-        """Yield what each new token adds to the text, which may be nothing yet."""
-        n_generated = 0
-        while self._limit is None or n_generated < self._limit:
-            with self._sequence.turn:
-                piece = self._step(detokenize)
-            if piece is None:
-                self._sequence.finish_reason = "stop_token"
-                return
-            n_generated += 1
-            yield piece
-        self._sequence.finish_reason = "length"
+    def step(self) -> Token | None:
+        """Generate a token; None: it has ended.
 
-    def _step(self, detokenize: Callable[[int], str]) -> str | None:
-        """Sample a token and add it to the sequence, unless it is one to stop at (None)."""
-        sequence = self._sequence
+        Raises:
+            CacheFull: no cell for the token before; nothing is lost, and it can be tried again.
+        """
+        token = None
+        if self.finish_reason is None:
+            with self.sequence.turn:
+                token = self._step()
+        if token is None:
+            self.publish()
+        return token
+
+    def publish(self) -> None:
+        """Let the sequence tell why it ended."""
+        self.sequence.finish_reason = self.finish_reason
+
+    def make_room(self) -> None:
+        """Shift the context if that was asked for and has to be."""
         if self._shift is not None:
-            sequence.make_room(self._shift)
-        token = self._sample(sequence.logits, sequence.tokens if self._looks_back else ())
-        if token in self._tokenizer.stop_ids:
+            self.sequence.make_room(self._shift)
+
+    def computed(self, n_tokens: int, n_prompt: int, seconds: float) -> None:
+        """Note that the prompt has been computed.
+
+        Args:
+            n_tokens: how many of its tokens were.
+            n_prompt: how many it has.
+            seconds: how long that took.
+        """
+        self._n_computed, self._n_prompt, self._prompt_seconds = n_tokens, n_prompt, seconds
+        self._begin = perf_counter()
+
+    def end_full(self) -> None:
+        """End because no cell is free; what was generated stays."""
+        self._end("cache_full")
+        self.publish()
+
+    def take_text(self) -> str:
+        """Return the text that can be shown and was not taken yet."""
+        text = "".join(self._shown)
+        self._shown.clear()
+        return text
+
+    def result(self, text: str) -> Result:
+        """Return what it gave, once it has ended, with the text that was taken."""
+        tokens = tuple(self.tokens)
+        seconds = perf_counter() - self._begin
+        return Result(
+            text if self._tokenizer.has_text else None,
+            tuple(token.id for token in tokens),
+            self.finish_reason or "length",
+            self.seed,
+            GenerationTimings(self._n_computed, self._prompt_seconds, len(tokens), seconds),
+            CacheReport(self._n_prompt, self._n_computed),
+            None if self._n_top is None else tokens,
+        )
+
+    # -- steps
+
+    def _step(self) -> Token | None:
+        """Sample a token and add it to the sequence, unless it is one to stop at."""
+        sequence = self.sequence
+        self.make_room()
+        logits, history = sequence.logits, sequence.ids()
+        known: Any = history  # to a sampler an array is a sequence, too
+        allowed = self._allowed(logits)
+        drawn_from = None
+        if self._n_top is not None:
+            drawn_from = self._sampler.distribution(allowed, known, n_prompt=self._start)
+        chosen = self._sample(allowed, known, n_prompt=self._start)
+        if chosen in self._stop_ids:
+            self._end("stop_token")
             return None
-        piece = detokenize(token)  # a token that the vocabulary lacks is not added
-        sequence.push(token)
-        return piece
+        if chosen in self._stop_string_ids:
+            self._end("stop_string")
+            return None
+        token = Token(chosen, self._detokenize(chosen, history))
+        if self._n_top is not None and drawn_from is not None:
+            token = scored(token, logits, self._n_top, self._tokenizer)
+            share = float(drawn_from[1][drawn_from[0] == chosen].sum())
+            token = token._replace(sampled_logprob=log(share) if share else float("-inf"))
+        sequence.push(chosen)
+        self.tokens.append(token)
+        shown, stopped = self._matcher.push(token.text or "")
+        self._shown.append(shown)
+        if stopped:
+            self._end("stop_string")
+        elif len(self.tokens) == self._limit:
+            self._end("length")
+        return token
+
+    def _allowed(self, logits: Float32Array) -> Float32Array:
+        """Return the logits without the tokens that end a text, if those are to be ignored."""
+        if not self._banned:
+            return logits
+        allowed: Float32Array = logits.copy()
+        allowed[self._banned] = -np.inf
+        return allowed
+
+    def _piece(self, token: int, history: Int32Array) -> str | None:
+        """Return what a token adds; one that the vocabulary lacks raises and is not added."""
+        if not self._tokenizer.has_text:
+            return None
+        self._detokenizer.follow(history)
+        return self._detokenizer.push(token)
+
+    def _end(self, reason: FinishReason) -> None:
+        """End; what was held back may be shown, up to a stop string that is complete."""
+        self._shown.append(self._matcher.finish())
+        self.finish_reason = "stop_string" if self._matcher.stopped else reason
 
     def _timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
         return function if self._profile is None else self._profile.timed(part, function)
@@ -124,7 +268,7 @@ class StreamSlot:
     """
 
     def __init__(self) -> None:
-        self._stream: ReferenceType[Generator[str, None, None]] | None = None
+        self._stream: ReferenceType[Generator[Any, None, None]] | None = None
 
     @property
     def is_taken(self) -> bool:
@@ -142,73 +286,42 @@ class StreamSlot:
                 "or stream from a fork()"
             )
 
-    def take(self, stream: Generator[str, None, None]) -> Iterator[str]:
+    def take(self, stream: Generator[T, None, None]) -> Iterator[T]:
         """Let a stream be the one that runs; return it."""
         self._stream = ref(stream)
         return stream
 
 
-class StopMatcher:
-    """Watch text that arrives in parts for the first of several stop strings.
-
-    Args:
-        stops: the strings; none of them empty.
+def checked_limit(max_tokens: int | None) -> int | None:
+    """Return how many tokens to generate at most; None, as -1: no limit.
 
     Raises:
-        OptionError: an empty stop string, one that is no string, or no list of them.
-
-    Attributes:
-        stopped: a stop string was found; further text is ignored.
+        OptionError: it is outside its range.
     """
-
-    def __init__(self, stops: Iterable[str] = ()) -> None:
-        if isinstance(stops, str):
-            raise OptionError(f"stop must be a list of strings, found the string {stops!r}")
-        if not isinstance(stops, Iterable):
-            raise OptionError(f"stop must be a string or a list of strings, found {shown(stops)}")
-        self._stops = [_checked_stop(stop) for stop in stops]
-        self._held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take the next part; return what may be shown, and whether generation has to stop."""
-        if self.stopped or not self._stops:
-            return "" if self.stopped else text, self.stopped
-        text = self._held + text
-        found = self._found(text)
-        opened = min(_beginning_at(text, stop) for stop in self._stops)
-        self.stopped = found < len(text) and found <= opened  # else an earlier one may still come
-        end = min(found, opened)
-        self._held = "" if self.stopped else text[end:]
-        return text[:end], self.stopped
-
-    def finish(self) -> str:
-        """End the text: return what was held back, up to a stop string if one is complete."""
-        held, self._held = self._held, ""
-        found = self._found(held)
-        self.stopped |= found < len(held)
-        return held[:found]
-
-    def _found(self, text: str) -> int:
-        """Return where the first stop string begins that is complete, the length if none is."""
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(places, default=len(text))
+    if max_tokens is None:
+        return None
+    try:
+        limit = check_range("max_tokens", max_tokens, -1, MOST_TOKENS)
+    except OptionError:
+        raise OptionError(
+            f"max_tokens={shown(max_tokens)}: must be None or -1 (no limit), or an integer in "
+            f"[0, {MOST_TOKENS}]"
+        ) from None
+    return None if limit == -1 else limit
 
 
-def _checked_stop(stop: object) -> str:
-    if not isinstance(stop, str) or not stop:
-        raise OptionError(f"a stop string must be a non-empty str, found {shown(stop)}")
-    return stop
-
-
-def _beginning_at(text: str, stop: str) -> int:
-    """Return where the text ends in a beginning of the stop string, its length if it does not."""
-    start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return start
-        start += 1
-    return len(text)
+def _sampler(
+    sampler: Sampler | None, options: SamplerOptions | None, sampling: dict[str, Any]
+) -> Sampler:
+    """Return the sampler that was handed over, or one with the options and a seed that is known."""
+    if sampler is None:
+        chosen = merge_options(options, sampling)
+        if chosen.seed is None:
+            chosen = replace(chosen, seed=secrets.randbits(32))
+        return Sampler(chosen)
+    if options is not None or sampling:
+        raise OptionError("sampler: it has options of its own, so give it or options, not both")
+    return _checked("sampler", sampler, Sampler) or sampler
 
 
 def merge_options(options: SamplerOptions | None, sampling: dict[str, Any]) -> SamplerOptions:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
@@ -18,10 +20,13 @@ from kvcellar.errors import (
     ClosedError,
     ModelFileError,
     OptionError,
+    TemplateError,
+    check_bool,
     check_choice,
     check_kind,
     check_path,
     not_copied,
+    shown,
 )
 from kvcellar.files import FileStamp
 from kvcellar.models.blocks import Decoder, ModelSpec
@@ -29,7 +34,8 @@ from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.weights_hash import weights_hash
-from kvcellar.text.chat_template import ChatTemplate
+from kvcellar.text.chat_prompt import ChatFormat, ChatPrompt
+from kvcellar.text.chat_template import ChatTemplate, Message, names_in, read_template
 from kvcellar.text.tokenizer import Tokenizer, check_pre
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
 
@@ -100,6 +106,7 @@ class Model:
         self.spec: ModelSpec = architecture.spec
         self.weight_bytes = self._file.weight_bytes
         self._contexts: WeakSet[Context] = WeakSet()
+        self._chat_formats: dict[object, ChatFormat] = {}
 
     @classmethod
     def from_gguf(
@@ -144,6 +151,85 @@ class Model:
         """
         return ChatTemplate.from_metadata(self.metadata, self.tokenizer)
 
+    def chat_format(
+        self, template: str | Path | ChatTemplate | None = None, *, has_tools: bool = False
+    ) -> ChatFormat:
+        """Return what makes prompts of messages.
+
+        Args:
+            template: another template than the file's: a name that the file has, or "chatml"; Jinja
+                source, which has a brace or several lines; a path to a file of it; or a template.
+            has_tools: whether tools will be shown: some files have a template for that.
+
+        Raises:
+            TemplateError: there is no such template, or it does not compile.
+            TokenizerError: the vocabulary cannot be built.
+        """
+        has_tools = check_bool("has_tools", has_tools)
+        if template is None and has_tools and "tool_use" in names_in(self.metadata):
+            template = "tool_use"
+        if (known := self._chat_formats.get(template)) is None:
+            known = ChatFormat(self._find_template(template), self.tokenizer)
+            if not isinstance(template, Path):  # a file may change
+                self._chat_formats[template] = known
+        return known
+
+    def _find_template(self, template: object) -> ChatTemplate:
+        if template is None:
+            return self.chat_template
+        if isinstance(template, ChatTemplate):
+            return template
+        if isinstance(template, Path):
+            return ChatTemplate.for_tokenizer(read_template(template), self.tokenizer)
+        if not isinstance(template, str):
+            raise TemplateError(f"template={shown(template)}: give a name, Jinja source or a Path")
+        if "{" in template or "\n" in template:
+            return ChatTemplate.for_tokenizer(template, self.tokenizer)
+        return ChatTemplate.from_metadata(self.metadata, self.tokenizer, template)
+
+    def chat(
+        self,
+        messages: List[Message],
+        *,
+        tools: List[Mapping[str, Any]] | None = None,
+        template: str | Path | ChatTemplate | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        parse_special: bool = False,
+        **variables: Any,
+    ) -> ChatPrompt:
+        """Return the tokens of a conversation; append them to a sequence to go on with it.
+
+        ::
+
+            prompt = model.chat([{"role": "user", "content": "Hello"}])
+            print(model.context().sequence().append(prompt).generate())
+
+        Messages are those of OpenAI's API, made into what the template takes. What they say is
+        text, also where it spells a control token.
+
+        Args:
+            messages: each with "role", and "content" or "tool_calls".
+            tools: descriptions of functions.
+            template: another than the file's; see :meth:`chat_format`.
+            add_generation_prompt: end with the beginning of the model's answer.
+            continue_final_message: end with the text of the last message instead.
+            parse_special: let messages spell control tokens, and so end turns.
+            **variables: further names for the template, such as ``enable_thinking=False``.
+
+        Raises:
+            TemplateError: the model has no template, or it refuses the messages.
+            TokenizerError: the model has no tokenizer.
+        """
+        return self.chat_format(template, has_tools=bool(tools)).prompt(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            parse_special=parse_special,
+            variables=variables,
+        )
+
     def context(
         self,
         *,
@@ -160,6 +246,8 @@ class Model:
         checkpoint_bytes: int | None = None,
     ) -> Context:
         """Make a cache and the graphs over it; see :class:`ContextOptions` for the arguments.
+
+        Warns (``UserWarning``) of more cells than the positions that the model was trained for.
 
         Raises:
             OptionError: an argument outside its range, or a type that does not fit the heads.
@@ -181,6 +269,13 @@ class Model:
             checkpoints,
             checkpoint_bytes,
         )
+        trained = self.spec.n_ctx_train
+        if n_ctx is not None and options.n_cells(self.spec) > trained:
+            warnings.warn(
+                f"n_ctx={options.n_ctx}: {self.path.name} was trained for {trained} positions; "
+                "sequences longer than that lose sense (several shorter ones are fine)",
+                stacklevel=2,
+            )
         context = Context(self, options)
         self._contexts.add(context)
         return context

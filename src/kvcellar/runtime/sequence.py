@@ -14,19 +14,26 @@ its cells are wanted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import ReferenceType, ref
+
+import numpy as np
 
 from kvcellar.batch import Batch
 from kvcellar.cache.changes import Undo
 from kvcellar.errors import (
     BatchError,
+    CacheFull,
     ClosedError,
     NotSupported,
     OptionError,
+    TokenizerError,
+    check_bool,
     check_choice,
     check_integers,
     check_kind,
@@ -37,13 +44,19 @@ from kvcellar.errors import (
     shown,
 )
 from kvcellar.runtime.cached_text import CachedText, Gap, PendingTokens, TextState, followed
-from kvcellar.runtime.generation import FinishReason, Generation, StreamSlot
+from kvcellar.runtime.generation import (
+    MOST_LOGPROBS,
+    Generation,
+    GenerationArguments,
+    StreamSlot,
+)
 from kvcellar.runtime.llama_files import is_llama_file
 from kvcellar.runtime.options import ContextShift, LoadOptions, SaveOptions
+from kvcellar.runtime.results import FinishReason, Result, Token, scored
 from kvcellar.runtime.saving import prepare, read_wanted, take_part, take_snapshot
 from kvcellar.snapshot.container import write_snapshot
-from kvcellar.snapshot.snapshot import SavedText
-from kvcellar.text.sampler import SamplerOptions
+from kvcellar.snapshot.snapshot import SavedText, check_note
+from kvcellar.text.sampler import Sampler, SamplerOptions
 from kvcellar.types import MAX_POSITION, Float32Array, Int32Array, KVType
 
 if TYPE_CHECKING:
@@ -52,6 +65,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 S = TypeVar("S", bound="Sequence")
 
 
@@ -115,6 +129,18 @@ class HeldSequence:
         return undo
 
 
+class _TakenBack(Exception):
+    """Ends a change that is not to happen.
+
+    Attributes:
+        tokens: what was learnt by it.
+    """
+
+    def __init__(self, tokens: list[Token]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
 class Sequence:
     """One stream of tokens in a context; made by :meth:`Context.sequence` or :meth:`fork`.
 
@@ -151,9 +177,8 @@ class Sequence:
     @synchronized
     def tokens(self) -> list[int]:
         """All token ids, in order."""
-        self._check_open()
-        cached = self.context.cache.seq_tokens(self.seq_id).tolist()
-        return [*self._state.in_order(cached), *self._state.pending.tokens]
+        tokens: list[int] = self.ids().tolist()
+        return tokens
 
     @property
     @synchronized
@@ -164,7 +189,7 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """All tokens as text, special tokens included."""
+        """All tokens as text, without control tokens; U+FFFD for bytes that make no character."""
         return self.context.model.tokenizer.decode(self.tokens)
 
     @synchronized
@@ -182,12 +207,9 @@ class Sequence:
             OptionError: the sequence is empty.
         """
         self._check_open()
-        if not self._state.pending.tokens:
-            if (logits := self._known_logits()) is not None:
-                return logits
-            # After an edit the last token's logits are gone: take it out and compute it again.
-            self._take_out_last()
-        return self._compute(self._state.pending)
+        if not self._state.pending.tokens and (logits := self._known_logits()) is not None:
+            return logits
+        return self._compute_last()
 
     @property
     def inexact_from(self) -> int | None:
@@ -263,22 +285,30 @@ class Sequence:
         self,
         max_tokens: int | None = None,
         *,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         shift: ContextShift | None = None,
         options: SamplerOptions | None = None,
+        sampler: Sampler | None = None,
+        stop_tokens: Iterable[int] = (),
+        ignore_eos: bool = False,
         **sampling: object,
     ) -> str:
         """Generate and return the text; see :meth:`stream` for arguments and errors."""
-        pieces = self.stream(max_tokens, stop=stop, shift=shift, options=options, **sampling)
-        return "".join(pieces)
+        asked = GenerationArguments(
+            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+        )
+        return "".join(self._stream_text(asked, sampling))
 
     def stream(
         self,
         max_tokens: int | None = None,
         *,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         shift: ContextShift | None = None,
         options: SamplerOptions | None = None,
+        sampler: Sampler | None = None,
+        stop_tokens: Iterable[int] = (),
+        ignore_eos: bool = False,
         **sampling: object,
     ) -> Iterator[str]:
         """Generate and yield text as it comes, whole characters only.
@@ -287,16 +317,25 @@ class Sequence:
         (cut from the text, its tokens stay), or after ``max_tokens``; ``finish_reason`` says
         which. Every token yielded is part of the sequence, also when the caller stops early.
 
+        Bytes at the end that are no whole character yet are part of the piece that completes them,
+        in this call or a later one; ``text`` shows U+FFFD for them until then. So the pieces of
+        several calls, joined, are what those of one would be. If something else is appended in
+        between, such bytes stay U+FFFD in ``text`` and are no piece.
+
         One stream runs on a sequence at a time, until it is exhausted, closed, dropped, or ended by
         an error. Meanwhile the sequence may be edited, and forked: the next token is sampled from
         the text as it is by then.
 
         Args:
-            max_tokens: the most tokens to generate; None: until a stop or a full cache.
-            stop: one or several strings to stop at.
+            max_tokens: the most tokens to generate; None or -1: until a stop or a full cache.
+            stop: one or several strings to stop at. One that spells a control token stops at that
+                token, which is not added.
             shift: what to discard when no cell is free or the positions reach the context's size;
                 None: such a generation ends in CacheFull. Prompts are never shifted.
             options: how to sample; greedy when None.
+            sampler: what samples, in place of options; its state goes on from call to call.
+            stop_tokens: ids to stop at beside the model's own; the one found is not added.
+            ignore_eos: never draw the model's stop tokens, and so not stop at one.
             **sampling: single fields of :class:`SamplerOptions`, for example ``temperature=0.8``.
 
         Raises:
@@ -305,11 +344,138 @@ class Sequence:
             SequenceBusy: another stream runs on this sequence.
             CacheFull: no cell for the next token; what was generated stays in the sequence.
         """
+        asked = GenerationArguments(
+            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos
+        )
+        return self._stream_text(asked, sampling)
+
+    def generate_tokens(
+        self,
+        max_tokens: int | None = None,
+        *,
+        stop: str | Iterable[str] | None = (),
+        shift: ContextShift | None = None,
+        options: SamplerOptions | None = None,
+        sampler: Sampler | None = None,
+        stop_tokens: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        **sampling: object,
+    ) -> Iterator[Token]:
+        """Generate and yield tokens as they come; models without a tokenizer do, too.
+
+        Texts of tokens are not cut: a generation ends with the token that completes a stop string,
+        whose text may go beyond it.
+
+        Args:
+            max_tokens: this and the other arguments, and errors, are those of :meth:`stream`.
+            stop: see there; needs a tokenizer.
+            shift: see there.
+            options: see there.
+            sampler: see there.
+            stop_tokens: see there.
+            ignore_eos: see there.
+            logprobs: have log-probabilities, and those of that many of the most likely tokens; None
+                for neither.
+            **sampling: see there.
+        """
+        asked = GenerationArguments(
+            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+        )
+        with self.turn:
+            generation = self.begin(asked, sampling)
+            return self._streaming.take(generation.run())
+
+    def complete(
+        self,
+        prompt: str | Iterable[int] | None = None,
+        max_tokens: int | None = None,
+        *,
+        stop: str | Iterable[str] | None = (),
+        shift: ContextShift | None = None,
+        options: SamplerOptions | None = None,
+        sampler: Sampler | None = None,
+        stop_tokens: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        **sampling: object,
+    ) -> Result:
+        """Append a prompt, generate, and return the text with all that is known about it.
+
+        Where the cache becomes full, the result is what was generated by then, and its
+        ``finish_reason`` is "cache_full".
+
+        Args:
+            prompt: appended first; None: nothing is.
+            max_tokens: this and the other arguments, and errors, are those of :meth:`stream`.
+            stop: see there; needs a tokenizer.
+            shift: see there.
+            options: see there.
+            sampler: see there.
+            stop_tokens: see there.
+            ignore_eos: see there.
+            logprobs: see :meth:`generate_tokens`.
+            **sampling: see :meth:`stream`.
+
+        Raises:
+            CacheFull: no room for the prompt; nothing has changed.
+        """
+        asked = GenerationArguments(
+            max_tokens, stop, shift, options, sampler, stop_tokens, ignore_eos, logprobs
+        )
+        with self.turn:
+            generation = self.begin(asked, sampling)
+            pieces = self._streaming.take(generation.pieces())
+            start = perf_counter()
+            if prompt is None:
+                [n_computed] = self.context.compute([self])
+            else:
+                pending = self._state.pending.appended(self.to_ids(prompt))
+                n_computed = len(pending)
+                self._compute(pending)
+            generation.computed(n_computed, len(self), perf_counter() - start)
+        text = ""
+        try:
+            for piece in pieces:
+                text += piece
+        except CacheFull:
+            generation.end_full()
+        return generation.result(text + generation.take_text())
+
+    def logprobs(
+        self, text: str | Iterable[int] = (), *, echo: bool = False, top: int = 0
+    ) -> list[Token]:
+        """Score a text that would follow: each token's log-probability. Nothing is appended.
+
+        All its tokens are computed as a prompt is, and taken back. That needs as many free cells
+        for the time. Logits are held for ``n_ubatch`` tokens at once.
+
+        Args:
+            text: text or token ids, as for :meth:`append`.
+            echo: also score the sequence's own tokens, first; they are computed once more, at
+                positions without gaps, which takes as long as a prompt of that length and as many
+                free cells.
+            top: how many of the most likely tokens to tell of each.
+
+        Returns:
+            The tokens in order. The first one of a sequence is predicted by nothing: its
+            ``logprob`` is None.
+
+        Raises:
+            BatchError: a token outside the vocabulary.
+            CacheFull: not enough free cells.
+            NotSupported: ``echo``, and the sequence has tokens decoded from embeddings.
+        """
+        top = check_range("top", top, 0, MOST_LOGPROBS)
+        echo = check_bool("echo", echo)
         with self.turn:
             self._check_open()
-            self._streaming.require_free(self.seq_id)
-            generation = Generation(self, max_tokens, stop, shift, options, sampling)
-            return self._streaming.take(iter(generation))
+            ids, before = self.to_ids(text), self.ids()
+            if echo and (before < 0).any():
+                raise NotSupported("echo: tokens that were decoded from embeddings have no id")
+            if echo or not len(before):
+                return self._scores([*before.tolist(), *ids], [], None, top)
+            return self._scores(ids, before.tolist(), self.logits if ids else None, top)
 
     # -- edits
 
@@ -420,6 +586,7 @@ class Sequence:
         type_v: str | KVType | None = None,
         compress: bool = False,
         checkpoints: bool = True,
+        note: Mapping[str, str | int] | None = None,
     ) -> int:
         """Write the sequence to a file (``docs/format.md``); return its bytes.
 
@@ -434,13 +601,15 @@ class Sequence:
             type_v: store V as another type than the cache's.
             compress: with zstd; needs ``kvcellar[zstd]``.
             checkpoints: whether older states and windows are saved too, to go back to.
+            note: what else the file shall say, for whoever reads it.
 
         Raises:
-            OptionError: a range outside the sequence, or no such type.
+            OptionError: a range outside the sequence, no such type, or a note that is none.
             NotSupported: the cache has states or windows, and cannot go back to there.
             SnapshotFileError: the file cannot be written.
         """
         options, path = SaveOptions(type_k, type_v, compress, checkpoints), check_path("path", path)
+        note = check_note(note)
         size = len(self)
         stop = size if stop is None else check_range("stop", stop, 0, size)
         start = check_range("start", start, 0, stop)
@@ -451,7 +620,7 @@ class Sequence:
         else:
             text = self.saved_text()
             snapshot = take_part(facts, self.seq_id, text, self.positions, start, stop, options)
-        return write_snapshot(path, snapshot, compress=options.compress)
+        return write_snapshot(path, replace(snapshot, note=note), compress=options.compress)
 
     @synchronized
     def load(
@@ -527,6 +696,15 @@ class Sequence:
 
     # -- what contexts and prompt caches need
 
+    @synchronized
+    def ids(self) -> Int32Array:
+        """All token ids as an array, ``[n]``, which is faster than ``tokens``."""
+        self._check_open()
+        cached, state = self.context.cache.seq_tokens(self.seq_id), self._state
+        if state.self_extended:
+            cached = np.array(state.in_order(cached.tolist()), np.int32)
+        return np.concatenate((cached, np.array(state.pending.tokens, np.int32)))
+
     def to_ids(self, prompt: str | Iterable[int]) -> list[int]:
         """Return the token ids that :meth:`append` would append."""
         last = self.tokens[-1:] if isinstance(prompt, str) else []
@@ -565,7 +743,63 @@ class Sequence:
                 state = state.inexact(saved.inexact_from)
         self._state = state
 
+    def begin(self, asked: GenerationArguments, sampling: dict[str, Any]) -> Generation:
+        """Make a generation, if no other runs."""
+        check_kind("asked", asked, GenerationArguments)
+        self._check_open()
+        self._streaming.require_free(self.seq_id)
+        return Generation(self, asked, check_kind("sampling", sampling, dict))
+
+    def take(self, stream: Generator[T, None, None]) -> Iterator[T]:
+        """Let no other stream run for as long as this one does."""
+        return self._streaming.take(stream)
+
     # -- steps
+
+    def _stream_text(self, asked: GenerationArguments, sampling: dict[str, Any]) -> Iterator[str]:
+        if not self.context.model.tokenizer.has_text:
+            raise TokenizerError(
+                "this model has no tokenizer, so there is no text to generate: "
+                "generate_tokens() and complete() give token ids"
+            )
+        with self.turn:
+            generation = self.begin(asked, sampling)
+            return self._streaming.take(generation.pieces())
+
+    def _scores(
+        self, ids: list[int], before: list[int], logits: Float32Array | None, top: int
+    ) -> list[Token]:
+        """Score tokens behind others, and take them back; without others, behind nothing."""
+
+        def taken_back() -> None:
+            self.context.cache.changes.remember(self.held.remember())
+            if not before and len(self):
+                self.trim(len(self))
+            raise _TakenBack(self._scored(ids, before, logits, top))
+
+        try:
+            self.context.change(taken_back)  # a change that does not happen
+        except _TakenBack as done:
+            return done.tokens
+        return []
+
+    def _scored(
+        self, ids: list[int], before: list[int], logits: Float32Array | None, top: int
+    ) -> list[Token]:
+        tokenizer, result = self.context.model.tokenizer, list[Token]()
+        stream = tokenizer.detokenizer()
+        if tokenizer.has_text:
+            stream.follow(before)
+        for start in range(0, len(ids), self.context.n_ubatch):
+            part = ids[start : start + self.context.n_ubatch]
+            rows = self.context.decode(Batch.of(part, self.seq_id, logits="all"))
+            for i, token in enumerate(part):
+                known = stream.push(token) if token < tokenizer.n_vocab else ""
+                made = Token(token, known if tokenizer.has_text else None)
+                at = logits if i == 0 else rows[i - 1]
+                result.append(made if at is None else scored(made, at, top, tokenizer))
+            logits = rows[-1]
+        return result
 
     def _fetch(self) -> CachedText:
         self._check_open()
@@ -586,16 +820,37 @@ class Sequence:
         self._state = state._replace(pending=last.prepended(state.pending))
 
     @changing
+    def _compute_last(self) -> Float32Array:
+        return self._compute(self.to_compute())
+
+    @changing
     def _compute(self, pending: PendingTokens) -> Float32Array:
         """Decode pending tokens; return the logits behind them."""
-        cache, seq_id = self.context.cache, self.seq_id
-        end = cache.seq_pos_max(seq_id) + 1
+        self._state = self._state._replace(pending=pending)
+        return self.computed(self.context.decode(self.batch(pending))[-1])
+
+    def to_compute(self) -> PendingTokens:
+        """Return what has to be computed for ``logits`` to be known, within a change.
+
+        Raises:
+            OptionError: the sequence is empty.
+        """
+        self._check_open()
+        if not self._state.pending.tokens and self._known_logits() is None:
+            # After an edit the last token's logits are gone: take it out and compute it again.
+            self._take_out_last()
+        return self._state.pending
+
+    def batch(self, pending: PendingTokens) -> Batch:
+        """Return a batch of pending tokens."""
+        end = self.context.cache.seq_pos_max(self.seq_id) + 1
         positions = pending.positions(end) if pending.places else None
-        batch = Batch.of(pending.tokens, seq_id, positions, logits="last")
-        logits: Float32Array = self.context.decode(batch)[-1]
-        self._state = self._state._replace(
-            pending=PendingTokens(), logits=logits, logits_end=cache.seq_pos_max(seq_id) + 1
-        )
+        return Batch.of(pending.tokens, self.seq_id, positions, logits="last")
+
+    def computed(self, logits: Float32Array) -> Float32Array:
+        """Take note, within a change, that pending tokens were decoded; return the logits."""
+        end = self.context.cache.seq_pos_max(self.seq_id) + 1
+        self._state = self._state._replace(pending=PendingTokens(), logits=logits, logits_end=end)
         return logits
 
     def _known_logits(self) -> Float32Array | None:

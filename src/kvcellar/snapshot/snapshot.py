@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from kvcellar.cache.content import CellData, RowBytes, SequenceData
-from kvcellar.errors import SnapshotError, SnapshotFileError, SnapshotMismatch
+from kvcellar.errors import OptionError, SnapshotError, SnapshotFileError, SnapshotMismatch, shown
 from kvcellar.types import (
     ByteArray,
     CacheSpec,
@@ -43,6 +43,24 @@ class Snapshot:
     content: SequenceData
     texts: tuple[SavedText, ...]
     note: Mapping[str, str | int] = field(default_factory=dict)
+
+
+def check_note(note: object) -> dict[str, str | int]:
+    """Return a note of a snapshot as it is written.
+
+    Raises:
+        OptionError: it is no mapping of names to texts and integers.
+    """
+    if note is None:
+        return {}
+    if not isinstance(note, Mapping):
+        raise OptionError(f"note={shown(note)}: give a mapping of names to texts or integers")
+    for name, value in note.items():
+        if not isinstance(name, str) or not isinstance(value, (str, int)):
+            raise OptionError(
+                f"note: {shown(name)} is {shown(value)}: names, and texts or integers are written"
+            )
+    return dict(note)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

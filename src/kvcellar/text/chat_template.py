@@ -12,6 +12,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.errors import (
@@ -30,6 +32,18 @@ Message = Mapping[str, Any]
 
 _KEY = "tokenizer.chat_template"
 _MAX_SOURCE_CHARS = 2**16
+_MAX_QUOTE = 160  # characters of a template's line in an error
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""The template of which most others are variants, for models that come without one."""
+
+NAMED = MappingProxyType({"chatml": CHATML})
+"""Templates that can be asked for by name, whatever model is used."""
 
 
 class ChatTemplate:
@@ -51,8 +65,8 @@ class ChatTemplate:
             raise TemplateError(f"a chat template must be a string, found {describe(source)}")
         if not source:
             raise TemplateError(
-                "the model has no chat template: use a plain prompt, as kvcellar run does, "
-                "or in Python a ChatTemplate of your own"
+                "the model has no chat template: use a plain prompt, as kvcellar run --raw does, "
+                "or another template, such as chatml"
             )
         if len(source) > _MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(source)} characters: that is too long")
@@ -73,16 +87,25 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Return the template of a GGUF file; ``name`` picks one of several.
 
+        A name that the file does not have may be one of :data:`NAMED`.
+
         Raises:
             TemplateError: there is none, or none of that name; the message lists the names.
         """
         key = f"{_KEY}.{name}" if name else _KEY
         source = metadata.get(key)
         if name and source is None:
-            known = sorted(k[len(_KEY) + 1 :] for k in metadata if k.startswith(_KEY + "."))
-            raise TemplateError(f"no chat template {name!r}; one of {', '.join(known) or 'none'}")
+            known = sorted({*names_in(metadata), *NAMED})
+            if name not in NAMED:
+                raise TemplateError(f"no chat template {name!r}; one of {', '.join(known)}")
+            source = NAMED[name]
         if source is not None and not isinstance(source, str):
             raise TemplateError(f"{key} must be a string, found {describe(source)}")
+        return cls.for_tokenizer(source, tokenizer)
+
+    @classmethod
+    def for_tokenizer(cls, source: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return a template of a source, with BOS and EOS of a model's vocabulary."""
         tokens = tokenizer.vocab.tokens
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         return cls(source, *(None if i is None else tokens[i] for i in ids))
@@ -109,17 +132,51 @@ class ChatTemplate:
         Raises:
             TemplateError: a message is malformed, or the template fails.
         """
-        _check_messages(messages)
+        return self.render_with(
+            messages, {"tools": tools, **variables}, add_generation_prompt=add_generation_prompt
+        )
+
+    def render_with(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Do the same with no other names than these: ``tools`` is undefined if it is not given.
+
+        Of 70 templates that models come with, three fail if ``tools`` is None, and none if it is
+        undefined.
+        """
+        check_messages(messages)
         check_bool("add_generation_prompt", add_generation_prompt)
         values = {
             **self._special,
             "messages": messages,
-            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        return _run(self._template, values)
+        return _run(self._template, self.source, values)
+
+
+def names_in(metadata: Metadata) -> list[str]:
+    """Return the names of the further templates that a GGUF file has, such as "tool_use"."""
+    return sorted(key[len(_KEY) + 1 :] for key in metadata if key.startswith(_KEY + "."))
+
+
+def read_template(path: Path) -> str:
+    """Read the source of a template from a file.
+
+    Raises:
+        TemplateError: the file cannot be read, or is no text.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > 4 * _MAX_SOURCE_CHARS:
+            raise TemplateError(f"{path} is no template: give a file of Jinja source")
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"cannot read the template {path}: {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -140,17 +197,32 @@ def _compile(source: str) -> Template:
         raise TemplateError(f"the chat template does not compile: {_reason(error)}") from error
 
 
-def _run(template: Template, values: Mapping[str, Any]) -> str:
+def _run(template: Template, source: str, values: Mapping[str, Any]) -> str:
     from kvcellar.text.template_meter import Meter
 
     try:
         context = template.new_context(dict(values))
         context.meter = Meter(*values.values())  # type: ignore[attr-defined]
         return "".join(template.root_render_func(context))
-    except TemplateError:
-        raise
+    except TemplateError as error:
+        raise TemplateError(f"{error}{_where(template, source, error)}") from error.__cause__
     except Exception as error:  # a template can raise whatever Python can
-        raise TemplateError(f"the chat template failed: {_reason(error)}") from error
+        where = _where(template, source, error)
+        raise TemplateError(f"the chat template failed: {_reason(error)}{where}") from error
+
+
+def _where(template: Template, source: str, error: BaseException) -> str:
+    """Name and quote the line of the template at which an error was raised."""
+    number, frame = 0, error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == "<template>":
+            number = template.get_corresponding_lineno(frame.tb_lineno)
+        frame = frame.tb_next
+    lines = source.splitlines()
+    if not 0 < number <= len(lines):
+        return ""
+    line = lines[number - 1].strip()
+    return f" (line {number}: {line if len(line) <= _MAX_QUOTE else line[:_MAX_QUOTE] + '...'})"
 
 
 def _reason(error: BaseException) -> str:
@@ -161,7 +233,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _check_messages(messages: object) -> None:
+def check_messages(messages: object) -> None:
+    """Raise TemplateError unless these are messages, each with a role and something to say."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of messages, found {describe(messages)}")
     for i, message in enumerate(messages):

@@ -365,9 +365,9 @@ def _active(options: SamplerOptions) -> list[str]:
 def _draw(probabilities: Float64Array, randomness: Randomness) -> int:
     cumulative = probabilities.cumsum()
     drawn = cumulative.searchsorted(randomness.for_token * cumulative[-1], side="right")
-    # Rounding may reach the very end, behind the last token that has any probability.
-    last = cumulative.searchsorted(cumulative[-1])
-    return int(min(drawn, last))
+    if drawn == len(cumulative):  # rounding may reach the end, behind what has any probability
+        drawn = cumulative.searchsorted(cumulative[-1])
+    return int(drawn)
 
 
 # -- what changes the row, and checks

@@ -22,7 +22,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from kvcellar.errors import (
     OptionError,
@@ -51,13 +53,26 @@ from kvcellar.text.vocab import (
     read_vocab,
 )
 from kvcellar.text.wordpiece import WordPieceEncoder
+from kvcellar.types import Int32Array
 
 _NO_VOCABULARY = ("none", "no_vocab", "test")
 _KEY_CHARS = 3
+_MOST_WAITING = 3  # bytes of a character that is not complete
 _WHITE = " \t\n\r\v\f"
 
 Fragment = str | int
 """Text to be tokenized, or the id of a token that was matched."""
+
+Place = tuple[int, int, int]
+"""Where a token was matched, with the white space that it strips: begin, end, id."""
+
+
+class TokenRun(NamedTuple):
+    """Tokens that belong together, and the characters ``[begin, end)`` that they come from."""
+
+    begin: int
+    end: int
+    ids: list[int]
 
 
 class Tokenizer:
@@ -77,6 +92,7 @@ class Tokenizer:
         whole = vocab.ids_of(TokenKind.CONTROL, TokenKind.USER_DEFINED)
         self._whole = frozenset(whole) - {vocab.unknown_id}
         self._partitions: dict[bool, Partition] = {}
+        self._white: Partition | None = None
 
     @classmethod
     def from_metadata(cls, metadata: Metadata, *, pre: str | None = None) -> Tokenizer:
@@ -146,6 +162,7 @@ class Tokenizer:
         add_special: bool = True,
         parse_special: bool = False,
         continuing: bool = False,
+        literal: Iterable[tuple[int, int]] = (),
     ) -> list[int]:
         """Return the tokens of a text.
 
@@ -156,28 +173,66 @@ class Tokenizer:
                 not trusted: it could end a turn and begin another.
             continuing: the text continues another, so nothing is put before it: SentencePiece
                 vocabularies put a space before the beginning of a text.
+            literal: ranges of characters, ascending, that are text whatever they spell: no control
+                token and no user-defined one is matched where it touches one of them. User-defined
+                tokens of white space are, as they mean no more than that.
 
         Raises:
-            TokenizerError: a lone surrogate, or a character the vocabulary cannot spell.
+            TokenizerError: a lone surrogate, a character the vocabulary cannot spell, or a range
+                outside the text.
         """
-        _check_text(text)
         add_special = check_bool("add_special", add_special)
-        parse_special = check_bool("parse_special", parse_special)
-        continuing = check_bool("continuing", continuing)
         ids: list[int] = []
         if add_special and self.vocab.add_bos and self.vocab.bos_id is not None:
             ids.append(self.vocab.bos_id)
-        for fragment in self._partition(parse_special).split(text):
-            if isinstance(fragment, int):
-                ids.append(fragment)
-            else:
-                ids += self._encoder.encode(fragment, continuing=continuing)
-            continuing = False  # behind a token that is matched whole a text begins
+        runs = self.encode_runs(
+            text, parse_special=parse_special, continuing=continuing, literal=literal
+        )
+        ids += [token for run in runs for token in run.ids]
         if add_special and self.vocab.add_eos and self.vocab.eos_id is not None:
             ids.append(self.vocab.eos_id)
         if add_special and self.vocab.add_sep and self.vocab.sep_id is not None:
             ids.append(self.vocab.sep_id)
         return ids
+
+    def encode_runs(
+        self,
+        text: str,
+        *,
+        parse_special: bool = False,
+        continuing: bool = False,
+        literal: Iterable[tuple[int, int]] = (),
+    ) -> list[TokenRun]:
+        """Return the tokens of a text with the characters that they come from.
+
+        A run is a token that is matched whole, or all the text between two of them. Arguments and
+        errors are those of :meth:`encode`.
+        """
+        _check_text(text)
+        parse_special = check_bool("parse_special", parse_special)
+        continuing = check_bool("continuing", continuing)
+        fixed = _check_ranges(literal, len(text))
+        places = self._partition(parse_special).places(text, fixed)
+        if fixed:
+            places = [*self._white_places(text, places), *places]
+        runs: list[TokenRun] = []
+        done = 0
+        for begin, end, token in [*sorted(places), (len(text), len(text), None)]:
+            if done < begin:
+                ids = self._encoder.encode(text[done:begin], continuing=continuing)
+                runs.append(TokenRun(done, begin, ids))
+                continuing = False
+            if token is not None:
+                runs.append(TokenRun(begin, end, [token]))
+                continuing = False  # behind a token that is matched whole a text begins
+            done = end
+        return runs
+
+    def spelled_tokens(self, text: str) -> list[tuple[int, int]]:
+        """Return where a text spells tokens that would be matched whole, white space apart."""
+        found = self._partition(True).places(text)
+        tokens = self.vocab.tokens
+        return sorted((begin, end) for begin, end, i in found if not tokens[i].isspace())
 
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False
@@ -256,6 +311,13 @@ class Tokenizer:
             )
         return self._partitions[parse_special]
 
+    def _white_places(self, text: str, places: list[Place]) -> list[Place]:
+        """Return where user-defined tokens of white space stand between other tokens."""
+        if self._white is None:
+            texts = ((self.vocab.tokens[i], i) for i in sorted(self._user))
+            self._white = Partition([(t, i) for t, i in texts if t.isspace()])
+        return self._white.places(text, [(begin, end) for begin, end, _ in sorted(places)])
+
     def _check_id(self, token: int) -> int:
         if (i := whole(token)) is None:
             raise TokenizerError(f"a token id must be an integer, found {shown(token)}")
@@ -274,6 +336,23 @@ def _check_text(text: str) -> None:
             f"text has a lone surrogate at index {error.start}: "
             'replace it with text.encode("utf-8", "replace").decode()'
         ) from None
+
+
+def _check_ranges(ranges: object, size: int) -> list[tuple[int, int]]:
+    if not isinstance(ranges, Iterable):
+        raise TokenizerError(f"literal={shown(ranges)}: give ranges of characters (begin, end)")
+    result, done = [], 0
+    for pair in ranges:
+        if not isinstance(pair, tuple) or len(pair) != 2 or None in (both := [*map(whole, pair)]):
+            raise TokenizerError(f"literal has {shown(pair)}: give ranges (begin, end)")
+        begin, end = (int(i or 0) for i in both)
+        if not done <= begin <= end <= size:
+            raise TokenizerError(
+                f"literal has ({begin}, {end}): ranges must ascend within {size} characters"
+            )
+        result.append((begin, end))
+        done = end
+    return result
 
 
 def _read_bare_vocab(metadata: Metadata) -> Vocab:
@@ -391,6 +470,36 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = not check_bool("continuing", continuing) and tokenizer.strips_space
 
+    def follow(self, ids: Sequence[int] | Int32Array) -> None:
+        """Go on behind these tokens, as if it had been given all of them; the last few are read.
+
+        Ids that the vocabulary lacks have no text.
+
+        Raises:
+            TokenizerError: no list or array ``[n]`` of integers.
+        """
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+            ids = check_integers("token ids", ids, TokenizerError)
+        self._decoder.reset()
+        tokenizer, start, n_bytes = self._tokenizer, len(ids), 0
+        is_known, self._strip_next = False, tokenizer.strips_space
+        while start and not (is_known and n_bytes >= _MOST_WAITING):
+            token = int(ids[start - 1])
+            if not 0 <= token < tokenizer.n_vocab:
+                self._strip_next = False
+                break
+            start -= 1
+            piece = tokenizer.token_bytes(token)
+            is_whole = tokenizer.is_matched_whole(token)
+            # Whether a space is stripped is known behind the first token read that tells, so the
+            # bytes of that one do not count.
+            if n_bytes >= _MOST_WAITING:
+                is_known = is_whole or bool(piece)
+            elif not (self._skip_special and tokenizer.is_special(token)):
+                n_bytes += len(piece.removeprefix(b" "))
+        for token in ids[start:]:
+            self.push(int(token))
+
     def push(self, token: int) -> str:
         """Return the text that this token completes, often "".
 
@@ -443,17 +552,20 @@ class Partition:
 
     def split(self, text: str) -> list[Fragment]:
         """The fragments of a text, in order, without empty strings."""
-        taken = bytearray(len(text))  # 1: part of a token, or stripped
-        places: list[tuple[int, int, int]] = []
-        for needle, token in self._present(text):
-            places += self._take(text, taken, needle, token)
         fragments: list[Fragment] = []
         done = 0
-        for begin, end, token in sorted(places):
+        for begin, end, token in sorted(self.places(text)):
             fragments += (text[done:begin], token)
             done = end
         fragments.append(text[done:])
         return [fragment for fragment in fragments if fragment != ""]
+
+    def places(self, text: str, taken: Iterable[tuple[int, int]] = ()) -> list[Place]:
+        """Where tokens stand in a text, in no order; none touches a range that is taken."""
+        used = bytearray(len(text))  # 1: part of a token, or stripped
+        for begin, end in taken:
+            used[begin:end] = b"\1" * (end - begin)
+        return [place for item in self._present(text) for place in self._take(text, used, *item)]
 
     def _present(self, text: str) -> list[tuple[str, int]]:
         found = [

@@ -16,6 +16,7 @@ from kvcellar.runtime.context import save_llama_file
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.options import ContextShift
 from kvcellar.runtime.sequence import Sequence
+from kvcellar.runtime.together import generate_all
 from kvcellar.stores.memory import MemoryStore
 from kvcellar.testing.interrupts.contexts import (
     N_SEQ_MAX,
@@ -55,6 +56,13 @@ def streamed(stage: ContextStage) -> object:
         if n == 2:
             break
     return None
+
+
+def generated_together(stage: ContextStage) -> Iterator[object]:
+    """Generate onto two sequences as `generate_all` does."""
+    for _ in range(N_TOKENS):
+        for sequence in (stage.subject, stage.other):
+            yield sequence.push(int(np.argmax(sequence.logits)))
 
 
 def shifted(stage: ContextStage) -> Iterator[object]:
@@ -235,6 +243,19 @@ OPERATIONS = {
             2 * N_TOKENS,
             fill,
         ),
+        Operation(
+            "generate_all",
+            lambda s: generate_all([s.subject, s.other], N_TOKENS),
+            generated_together,
+            2 * N_TOKENS,
+        ),
+        Operation(
+            "compute",
+            lambda s: s.context.compute([s.subject, s.other]),
+            before=lambda s: [s.subject.push(3), s.other.push(4)],
+        ),
+        Operation("logprobs", lambda s: s.subject.logprobs(text_of(4, 10))),
+        Operation("echo", lambda s: s.subject.logprobs([1], echo=True)),
         Operation("fork", lambda s: s.subject.fork()),
         Operation("trim", lambda s: s.subject.trim(3)),
         Operation("remove", lambda s: s.subject.remove(4, 8)),

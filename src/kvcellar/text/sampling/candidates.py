@@ -23,6 +23,9 @@ _GROUP = 64
 _FIRST_GUESS = 256
 """Candidates that nearly always have the probability that is asked for."""
 
+_TINY = 1e-250
+"""Logits of single precision divided by this are still numbers of double precision."""
+
 _MANY = 4096
 """Of so many tokens weights are computed in single precision, which is many times as fast."""
 
@@ -103,7 +106,8 @@ class Candidates:
     def take_ids(self, ids: Int64Array, *, ordered: bool) -> None:
         """Keep these tokens of the whole vocabulary, where they are possible."""
         values = self.values[ids].astype(np.float64)
-        if values.min() < self.floor or values.min() == -math.inf:
+        least = values[-1] if ordered else values.min()
+        if least < self.floor or least == -math.inf:
             possible = self._possible(values)
             ids, values = ids[possible], values[possible]
         self._become(ids, values, ordered=ordered)
@@ -133,14 +137,14 @@ class Candidates:
     def scale(self, temperature: float) -> None:
         """Divide logits by a temperature above 0."""
         self.settle()
-        top = self.top
-        with np.errstate(over="ignore"):
-            # Where the quotient has no number, differences to the best still do.
-            offset = 0.0 if math.isfinite(top / temperature) else top
-            self.values = (self.values.astype(np.float64) - offset) / temperature
-        self._own = True
-        if self.ids is not None and self.values.min() == -math.inf:
+        if temperature >= _TINY:
+            self.values = self.values.astype(np.float64) / temperature
+        else:  # quotients may have no number, but differences to the best do
+            self.listed()
+            with np.errstate(over="ignore"):
+                self.values = (self.values - self.top) / temperature
             self.take(self.values > -math.inf)
+        self._own = True
 
     def _possible(self, values: npt.NDArray[np.floating]) -> BoolArray:
         return values >= self.floor if self.floor > -math.inf else values > -math.inf
@@ -265,7 +269,7 @@ def _keep_from(candidates: Candidates, border: float, min_keep: int) -> None:
     elif candidates.ids is None:
         candidates.take_ids(np.flatnonzero(keep), ordered=False)
     elif n_kept < len(values):
-        candidates.take(keep)
+        candidates.take(slice(n_kept) if candidates.ordered else keep)
 
 
 def best_places(values: npt.NDArray[np.floating], k: int) -> Int64Array:
