@@ -140,18 +140,19 @@ def test_of_a_large_vocabulary_the_same_is_left() -> None:
             lambda of: [i % of[0] for i in range(of[1])]
         ),
     ),
+    least=st.integers(1, 4),
     most=st.integers(1, 150),
 )
-def test_repeats_are_counted_however_long(tokens: list[int], most: int) -> None:
-    ends, lengths = repeats(np.array(tokens), 1, most)
+def test_repeats_are_counted_however_long(tokens: list[int], least: int, most: int) -> None:
+    least = min(least, most)
     wanted = {}
     for end in range(len(tokens) - 1):
         length = 0
         while length <= end and tokens[end - length] == tokens[-1 - length]:
             length += 1
-        if length:
+        if length >= least:
             wanted[end] = min(length, most)
-    assert dict(zip(ends.tolist(), lengths.tolist(), strict=True)) == wanted
+    assert dict(repeats(tokens, least, most)) == wanted
 
 
 class Letters:
@@ -183,7 +184,7 @@ class Letters:
     ],
 )
 def test_a_string_breaks_wherever_tokens_spell_it(breaker: str, text: list[int], left: int) -> None:
-    assert Breakers([breaker], Letters()).limit(np.array(text)) == left
+    assert Breakers([breaker], Letters()).limit(text) == left
 
 
 def test_a_repetition_is_penalized_unless_a_breaker_is_in_it() -> None:
