@@ -335,6 +335,7 @@ class Cycle:
 
     def __init__(self, n_vocab: int, place: int = 0) -> None:
         self.n_vocab, self.place = n_vocab, place
+        self.is_finished = False
 
     def allowed(self) -> BoolArray:
         return np.array([token == self.place for token in range(self.n_vocab)])

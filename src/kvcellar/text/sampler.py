@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,31 +31,19 @@ from kvcellar.errors import (
     check_real,
     shown,
 )
+from kvcellar.text.constraint import Constraint
 from kvcellar.text.sampling import candidates as steps
 from kvcellar.text.sampling.candidates import Candidates, Float64Array
 from kvcellar.text.sampling.dry import Breakers, Spelling, apply_dry
 from kvcellar.text.sampling.options import SAMPLERS, SamplerOptions
 from kvcellar.text.sampling.penalties import Past, penalize
 from kvcellar.text.sampling.selection import Randomness, selection_of
-from kvcellar.types import MAX_POSITION, BoolArray, Float32Array, Int64Array
+from kvcellar.types import MAX_POSITION, Float32Array, Int64Array
 
 __all__ = ["SAMPLERS", "Hook", "Sampler", "SamplerOptions", "log_softmax"]
 
 Hook = Callable[[Float32Array, Sequence[int]], "Float32Array | None"]
 """Takes a copy of the logits and the history; changes the copy, or returns another row."""
-
-
-class Allowing(Protocol):
-    """What a sampler asks a constraint, such as a grammar."""
-
-    def allowed(self) -> BoolArray:
-        """Which tokens may come next, ``[n_vocab]``."""
-
-    def accept(self, token: int) -> None:
-        """Go on behind a token."""
-
-    def copy(self) -> Any:
-        """Return one that goes on from here by itself."""
 
 
 class Sampler:
@@ -84,7 +72,7 @@ class Sampler:
         self,
         options: SamplerOptions | None = None,
         *,
-        constraint: Allowing | None = None,
+        constraint: Constraint | None = None,
         hooks: Iterable[Hook] = (),
         tokenizer: Spelling | None = None,
     ) -> None:
@@ -389,7 +377,7 @@ def _hooked(hook: Hook, row: Float32Array, history: Sequence[int]) -> Float32Arr
     return changed.astype(np.float32)
 
 
-def _masked(row: Float32Array, constraint: Allowing) -> Float32Array:
+def _masked(row: Float32Array, constraint: Constraint) -> Float32Array:
     allowed = constraint.allowed()
     if len(allowed) > len(row):
         raise OptionError(
@@ -407,12 +395,9 @@ def _check_position(position: int) -> int:
     return check_range("position", position, 0, MAX_POSITION)
 
 
-def _check_constraint(constraint: Allowing | None) -> Allowing | None:
-    verbs = ("allowed", "accept", "copy")
-    if constraint is not None and not all(hasattr(constraint, verb) for verb in verbs):
-        raise OptionError(
-            f"constraint={shown(constraint)}: must have the methods {', '.join(verbs)}"
-        )
+def _check_constraint(constraint: Constraint | None) -> Constraint | None:
+    if constraint is not None:
+        check_kind("constraint", constraint, Constraint, made="Grammar.matcher() makes one")
     return constraint
 
 
