@@ -46,6 +46,7 @@ from kvcellar.errors import (
 )
 from kvcellar.prompts.archive import check_export, export_blocks, import_blocks
 from kvcellar.prompts.cache import PromptCache
+from kvcellar.runtime.chat import Chat
 from kvcellar.runtime.context import Context, save_llama_file
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model
@@ -61,6 +62,7 @@ from kvcellar.stores.opening import open_store
 from kvcellar.stores.redis import RedisStore
 from kvcellar.testing.gguf_writer import Value, gguf_bytes
 from kvcellar.testing.tiny_llama import TinyLlama
+from kvcellar.text.chat_prompt import ChatPrompt
 from kvcellar.text.chat_template import ChatTemplate
 from kvcellar.text.grammar import Grammar
 from kvcellar.text.grammar_matcher import GrammarMatcher
@@ -185,6 +187,12 @@ class Bench:
         return self.context.sequence(TEXT)
 
     @cached_property
+    def chat(self) -> Chat:
+        made = Chat(self.model.context(n_ctx=64), template="chatml", when_full="drop")
+        made.ask("a", 1)
+        return made
+
+    @cached_property
     def store(self) -> MemoryStore:
         made = MemoryStore()
         made.put("0a", [b"value"], {"parent": "0b", "start": 0})
@@ -282,6 +290,8 @@ MAKE: dict[type, Callable[[Bench], Any]] = {
     GrammarMatcher: lambda bench: Grammar.regex("a").matcher(bench.model.tokenizer),
     Sampler: lambda _: Sampler(SamplerOptions(0.0, frequency_penalty=1.0)),
     CacheView: lambda bench: bench.context.view(),
+    Chat: lambda bench: bench.chat,
+    ChatPrompt: lambda _: ChatPrompt("a", (1,), (0,), 0),
     ChatTemplate: lambda _: ChatTemplate("{{ messages[0].content }}"),
     Result: lambda b: b.sequence.complete(max_tokens=1),
     Token: lambda _: Token(1, "a"),
@@ -311,6 +321,7 @@ MADE_ELSEWHERE = {
     "Sequence": "Context.sequence",
     "Result": "Sequence.complete",
     "Token": "Sequence.generate_tokens",
+    "ChatPrompt": "Model.chat",
     "Tokenizer": "Tokenizer.from_metadata",
     "GrammarMatcher": "Grammar.matcher",
     "Detokenizer": "Tokenizer.detokenizer",
@@ -447,6 +458,25 @@ GOOD: dict[str, Callable[[Bench], Any]] = {
     "text": lambda _: "ab",
     "ids": lambda _: [1, 2],
     "messages": lambda _: [{"role": "user", "content": "Hi"}],
+    "Chat.context": lambda b: b.model.context(n_ctx=64),
+    "Chat.template": lambda _: "chatml",
+    "Chat.add.message": lambda _: "a",
+    "Chat.add.answer": lambda _: "b",
+    "Chat.ask.message": lambda _: "a",
+    "Chat.ask.max_tokens": lambda _: 1,
+    "Chat.stream.message": lambda _: "a",
+    "Chat.stream.max_tokens": lambda _: 1,
+    "Chat.retry.max_tokens": lambda _: 1,
+    "Chat.edit.turn": lambda _: 0,
+    "Chat.edit.message": lambda _: "a",
+    "Chat.edit.max_tokens": lambda _: 1,
+    "Chat.save.path": lambda b: b.folder / "saved_chat.kv",
+    "Chat.load.context": lambda b: b.model.context(n_ctx=64),
+    "Chat.load.path": lambda b: saved_chat(b),
+    "Chat.restore.path": lambda b: saved_chat(b),
+    "ChatTemplate.for_tokenizer.source": lambda _: "{{ messages[0].content }}",
+    "ChatTemplate.for_tokenizer.tokenizer": lambda b: b.model.tokenizer,
+    "ChatTemplate.render_with.variables": lambda _: {},
     "ChatTemplate.source": lambda _: "{{ messages[0].content }}",
 }
 """An argument that is fine, for a parameter that has no default; by its name, or the full one."""
@@ -456,6 +486,12 @@ def empty(bench: Bench) -> Sequence:
     return next((one for one in bench.context.sequences if not len(one)), None) or (
         bench.context.sequence()
     )
+
+
+def saved_chat(bench: Bench) -> Path:
+    path = bench.folder / "chat.kv"
+    bench.chat.save(path)
+    return path
 
 
 def saved(bench: Bench) -> Path:

@@ -331,6 +331,7 @@ def test_a_profile_survives() -> None:
 HANDLES: dict[str, str] = {
     "Context": "save",
     "Sequence": "fork",
+    "Chat": "fork",
     "Model": "from_gguf",
     "MemoryStore": "threads",
     "DiskStore": "open its folder again",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvcellar.batch import Batch
     from kvcellar.cache.attention import AttentionCache
     from kvcellar.prompts.cache import PromptCache
+    from kvcellar.runtime.chat import Chat
     from kvcellar.runtime.context import Context, save_llama_file
     from kvcellar.runtime.demo import find_model
     from kvcellar.runtime.model import Model
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.runtime.together import generate_all, stream_all
     from kvcellar.stores.opening import open_store
+    from kvcellar.text.chat_prompt import ChatPrompt
     from kvcellar.text.grammar import Grammar
     from kvcellar.text.sampler import SamplerOptions
     from kvcellar.types import CacheSpec, KVType, LayerSpec
@@ -69,6 +71,8 @@ __all__ = [
     "CacheError",
     "CacheFull",
     "CacheSpec",
+    "Chat",
+    "ChatPrompt",
     "ClosedError",
     "ComputeError",
     "Context",
@@ -116,6 +120,8 @@ _HOME = {
     "AttentionCache": "kvcellar.cache.attention",
     "Batch": "kvcellar.batch",
     "CacheSpec": "kvcellar.types",
+    "Chat": "kvcellar.runtime.chat",
+    "ChatPrompt": "kvcellar.text.chat_prompt",
     "Context": "kvcellar.runtime.context",
     "ContextOptions": "kvcellar.runtime.options",
     "ContextShift": "kvcellar.runtime.options",

@@ -16,7 +16,7 @@ ROW = re.compile(r"^ *(\S.*?) {2,}(?:(\d+) +)?(\d+\.\d+) +(\d+\.\d)%$")
 TITLE = re.compile(r"^(prefill|decode): (\d+) tokens, (\d+\.\d+) ms each$")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talker(completer: Path) -> Path:
     """A model that completes texts, since it has no template."""
     return completer

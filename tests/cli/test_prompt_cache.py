@@ -45,7 +45,7 @@ def filled(filled_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(filled_once, tmp_path / "filled")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talker(completer: Path) -> Path:
     """A model that completes texts, since it has no template."""
     return completer
@@ -72,7 +72,8 @@ def test_a_second_run_computes_less_and_says_the_same(
 
 def test_without_stats_nothing_is_said(invoke: Invoke, talker: Path, filled: Path) -> None:
     args = [arg for arg in COMMON if arg != "--stats"]
-    assert invoke("run", talker, PROMPT, *args, "--prompt-cache", filled).stderr == ""
+    said = invoke("run", talker, PROMPT, *args, "--prompt-cache", filled).stderr
+    assert said == "(cut off after 20 tokens; -n allows more)\n"
 
 
 def test_what_was_generated_is_stored_too(invoke: Invoke, talker: Path, filled: Path) -> None:
@@ -300,9 +301,9 @@ def test_only_what_was_computed_is_kept(context: Context) -> None:
 
 
 def test_a_conversation_begins_with_what_an_earlier_one_computed(
-    invoke: Invoke, talker: Path, tmp_path: Path
+    invoke: Invoke, chatter: Path, tmp_path: Path
 ) -> None:
-    args = ("chat", talker, "--system", PROMPT, *COMMON, "--prompt-cache", tmp_path / "new")
+    args = ("chat", chatter, "--system", PROMPT, *COMMON, "--prompt-cache", tmp_path / "new")
     first, second = (invoke(*args, stdin="hi\nho\n") for _ in range(2))
     assert first.exit_code == 0, first.stderr
     assert second.stdout == first.stdout

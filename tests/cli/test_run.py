@@ -16,7 +16,7 @@ from kvcellar.text.sampler import SamplerOptions
 from tests.cli.helpers import Invoke, Start
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talker(completer: Path) -> Path:
     """A model that completes texts, since it has no template."""
     return completer

@@ -37,11 +37,11 @@ from kvcellar.errors import (
     shown,
 )
 from kvcellar.runtime.context import Context
-from kvcellar.runtime.generation import merge_options
+from kvcellar.runtime.generation import checked_limit, merge_options
 from kvcellar.runtime.model import Model
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.snapshot.container import read_description
-from kvcellar.text.chat_prompt import Answer, ChatPrompt
+from kvcellar.text.chat_prompt import Answer, ChatPrompt, check_tools
 from kvcellar.text.chat_template import ChatTemplate, Message, check_messages
 from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
@@ -156,8 +156,10 @@ class Chat:
         self._turns: tuple[Turn, ...] = ()
         self._open: _OpenTurn | None = None
         self._stream: Generator[str, None, None] | None = None
-        self._tools = _check_tools(tools)
-        self._variables = dict(check_kind("variables", variables or {}, dict))
+        self._tools = check_tools(tools)
+        self._variables = dict(
+            check_kind("variables", {} if variables is None else variables, dict)
+        )
         self._parse_special = check_bool("parse_special", parse_special)
         check_choice("when_full", when_full, ("grow", "drop", "refuse"))
         self._when_full: WhenFull = when_full
@@ -223,7 +225,7 @@ class Chat:
             GrammarError: the grammar is wrong; no turn was added. Or it cannot be followed.
         """
         chosen = self._sampling.replaced(options, sampling)
-        limit = _check_limit(max_tokens)
+        limit = checked_limit(max_tokens)
         self._settle()
         before, said = self._turns, None if message is None else _as_messages(message)
         if turn is not None:
@@ -231,25 +233,28 @@ class Chat:
             said = old.messages if said is None else said
         if said is None:
             raise OptionError("message=None: give text or messages, or a turn to answer again")
-        tokenizer = self.sequence.context.model.tokenizer
-        sampler = None
+        tokenizer = self._tokenizer
+        matcher = None
         if grammar is not None:
             check_kind("grammar", grammar, Grammar, made="Grammar.json_schema(...)")
-            sampler = Sampler(chosen, constraint=grammar.matcher(tokenizer), tokenizer=tokenizer)
+            matcher = grammar.matcher(tokenizer)
+        sampler = Sampler(chosen, constraint=matcher, tokenizer=tokenizer)
         self._begin(before, said, (), _wanted(limit))
-        return self._answer(limit, stop, chosen if sampler is None else sampler)
+        return self._answer(limit, stop, sampler)
 
     def retry(self, turn: int = -1, max_tokens: int | None = None, **arguments: Any) -> str:
         """Answer a turn again; it and all behind it are dropped. Return the new answer.
 
         With the same seed an answer is the same again: give another, or none.
         """
+        turn = check_range("turn", turn, -MAX_POSITION, MAX_POSITION)
         return self.ask(None, max_tokens, turn=turn, **arguments)
 
     def edit(
         self, turn: int, message: Said, max_tokens: int | None = None, **arguments: Any
     ) -> str:
         """Say something else in a turn, and return the answer; all behind it is dropped."""
+        turn = check_range("turn", turn, -MAX_POSITION, MAX_POSITION)
         return self.ask(message, max_tokens, turn=turn, **arguments)
 
     def undo(self, n_turns: int = 1) -> tuple[Turn, ...]:
@@ -456,14 +461,10 @@ class Chat:
         return n_kept
 
     def _answer(
-        self, limit: int | None, stop: str | Iterable[str], how: SamplerOptions | Sampler
+        self, limit: int | None, stop: str | Iterable[str], sampler: Sampler
     ) -> Iterator[str]:
         """Yield the answer that was begun."""
-        stream = (
-            partial(self.sequence.stream, stop=stop, sampler=how)
-            if isinstance(how, Sampler)
-            else partial(self.sequence.stream, stop=stop, options=how)
-        )
+        stream = partial(self.sequence.stream, stop=stop, sampler=sampler)
         self._stream = self._pieces(stream, stream(limit), limit)
         return self._stream
 
@@ -611,23 +612,9 @@ class _Sampling:
         return merge_options(self._options if options is None else options, dict(sampling))
 
 
-def _check_tools(tools: object) -> list[Mapping[str, Any]] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
-        raise OptionError(
-            f"tools={shown(tools)}: give a list of mappings, as OpenAI's API has them"
-        )
-    return list(tools)
-
-
 def turns_text(n: int) -> str:
     """Return so many turns in words."""
     return "turn of the chat" if n == 1 else f"{n} turns of the chat"
-
-
-def _check_limit(max_tokens: object) -> int | None:
-    return None if max_tokens in {None, -1} else check_range("max_tokens", max_tokens, 0, 2**31 - 1)
 
 
 def _wanted(limit: int | None) -> int:
@@ -689,7 +676,7 @@ def _read_note(path: Path) -> _Saved:
         for name, kind in (("system", str), ("tools", list), ("variables", dict)):
             if options[name] is not None and not isinstance(options[name], kind):
                 raise SnapshotFileError(f"the conversation in {path} is damaged: {name}")
-        _check_tools(options["tools"])
+        check_tools(options["tools"])
         check_text("template", options["template"])
         return _Saved(options, turns, dropped)
     except (KVCellarError, ValueError, TypeError, LookupError, RecursionError) as error:

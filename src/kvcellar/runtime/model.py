@@ -34,7 +34,7 @@ from kvcellar.models.registry import load_architecture
 from kvcellar.runtime.context import Context
 from kvcellar.runtime.options import ContextOptions
 from kvcellar.runtime.weights_hash import weights_hash
-from kvcellar.text.chat_prompt import ChatFormat, ChatPrompt
+from kvcellar.text.chat_prompt import ChatFormat, ChatPrompt, check_tools
 from kvcellar.text.chat_template import ChatTemplate, Message, names_in, read_template
 from kvcellar.text.tokenizer import Tokenizer, check_pre
 from kvcellar.types import ByteArray, CacheSpec, KVType, MemorySpec, RowFormat
@@ -168,11 +168,13 @@ class Model:
         has_tools = check_bool("has_tools", has_tools)
         if template is None and has_tools and "tool_use" in names_in(self.metadata):
             template = "tool_use"
-        if (known := self._chat_formats.get(template)) is None:
-            known = ChatFormat(self._find_template(template), self.tokenizer)
-            if not isinstance(template, Path):  # a file may change
-                self._chat_formats[template] = known
-        return known
+        is_kept = template is None or isinstance(template, str | ChatTemplate)  # a file may change
+        if is_kept and (known := self._chat_formats.get(template)) is not None:
+            return known
+        made = ChatFormat(self._find_template(template), self.tokenizer)
+        if is_kept:
+            self._chat_formats[template] = made
+        return made
 
     def _find_template(self, template: object) -> ChatTemplate:
         if template is None:
@@ -221,7 +223,7 @@ class Model:
             TemplateError: the model has no template, or it refuses the messages.
             TokenizerError: the model has no tokenizer.
         """
-        return self.chat_format(template, has_tools=bool(tools)).prompt(
+        return self.chat_format(template, has_tools=bool(check_tools(tools))).prompt(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from kvcellar.errors import TemplateError, check_bool, check_kind
+from kvcellar.errors import OptionError, TemplateError, check_bool, check_kind, shown
 from kvcellar.text.chat_template import ChatTemplate, Message
 from kvcellar.text.messages import Dialect, normalize
 from kvcellar.text.tokenizer import Tokenizer
@@ -172,9 +172,9 @@ class ChatFormat:
         parse_special = check_bool("parse_special", parse_special)
         open_end = check_bool("continue_final_message", continue_final_message)
         begins_answer = check_bool("add_generation_prompt", add_generation_prompt) and not open_end
-        extra = dict(variables or {})
-        if tools:
-            extra["tools"] = list(tools)
+        extra = {} if variables is None else dict(check_kind("variables", variables, dict))
+        if checked := check_tools(tools):
+            extra["tools"] = checked
         dialect = self._dialect(extra)
         cleaned = normalize(messages, dialect)
         numbers = _numbers(cleaned, messages)
@@ -568,6 +568,19 @@ def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
         else:
             ranges.append((begin, end))
     return ranges
+
+
+def check_tools(tools: object) -> list[Mapping[str, Any]]:
+    """Return descriptions of functions as a list.
+
+    Raises:
+        OptionError: they are none.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise OptionError(f"tools={shown(tools)}: give a list of mappings, one a function")
+    return list(tools)
 
 
 def _cut_behind_last(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> str:

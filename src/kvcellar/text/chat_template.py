@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.errors import (
     TemplateError,
     check_bool,
+    check_kind,
     check_text,
 )
+from kvcellar.text.tokenizer import Tokenizer
 from kvcellar.text.vocab import Metadata, describe
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-    from kvcellar.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -106,7 +106,7 @@ class ChatTemplate:
     @classmethod
     def for_tokenizer(cls, source: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         """Return a template of a source, with BOS and EOS of a model's vocabulary."""
-        tokens = tokenizer.vocab.tokens
+        tokens = check_kind("tokenizer", tokenizer, Tokenizer).vocab.tokens
         ids = (tokenizer.bos_id, tokenizer.eos_id)
         return cls(source, *(None if i is None else tokens[i] for i in ids))
 
@@ -149,6 +149,7 @@ class ChatTemplate:
         undefined.
         """
         check_messages(messages)
+        check_kind("variables", variables, dict)
         check_bool("add_generation_prompt", add_generation_prompt)
         values = {
             **self._special,

@@ -229,7 +229,13 @@ class Tokenizer:
         return runs
 
     def spelled_tokens(self, text: str) -> list[tuple[int, int]]:
-        """Return where a text spells tokens that would be matched whole, white space apart."""
+        """Return where a text spells tokens that would be matched whole, white space apart.
+
+        Raises:
+            TokenizerError: it is no text.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"text must be a str, found {describe(text)}")
         found = self._partition(True).places(text)
         tokens = self.vocab.tokens
         return sorted((begin, end) for begin, end, i in found if not tokens[i].isspace())
