@@ -70,7 +70,9 @@ def test_a_second_run_computes_less_and_says_the_same(
     assert "prefill     64 tokens" in second.stderr
 
 
-def test_without_stats_nothing_is_said(invoke: Invoke, talker: Path, filled: Path) -> None:
+def test_without_stats_nothing_is_said_of_the_cache(
+    invoke: Invoke, talker: Path, filled: Path
+) -> None:
     args = [arg for arg in COMMON if arg != "--stats"]
     said = invoke("run", talker, PROMPT, *args, "--prompt-cache", filled).stderr
     assert said == "(cut off after 20 tokens; -n allows more)\n"
@@ -97,6 +99,24 @@ def test_texts_of_another_salt_are_not_found(invoke: Invoke, talker: Path, fille
     assert "prompt      0 of 320" in invoke(*args, "me").stderr
     assert "prompt      256 of 320" in invoke(*args, "me").stderr
     assert "prompt      0 of 320" in invoke(*args, "you").stderr
+
+
+def test_a_short_prompt_hits_with_smaller_blocks(
+    invoke: Invoke, talker: Path, filled: Path
+) -> None:
+    args = ("run", talker, PROMPT[:30], *COMMON, "--prompt-cache", filled)
+    told = "prompt      0 of 30 tokens reused: the text is shorter than one block of 128 tokens"
+    assert told in invoke(*args).stderr
+    first, second = (invoke(*args, "--block-size", "8") for _ in range(2))
+    assert "prompt      0 of 30 tokens reused: nothing is stored" in first.stderr
+    assert "prompt      24 of 30 tokens reused: from token 24 on" in second.stderr
+    assert first.stdout == second.stdout
+
+
+def test_blocks_of_another_size_are_not_found(invoke: Invoke, talker: Path, filled: Path) -> None:
+    args = ("run", talker, PROMPT, *COMMON, "--prompt-cache", filled, "--block-size")
+    assert "prompt      0 of 320" in invoke(*args, "64").stderr
+    assert "prompt      256 of 320" in invoke(*args, "128").stderr
 
 
 def test_a_budget_is_kept(invoke: Invoke, talker: Path, tmp_path: Path) -> None:
@@ -144,6 +164,9 @@ def test_a_full_cache_keeps_what_came(invoke: Invoke, talker: Path, filled: Path
     ("args", "message"),
     [
         (["--cache-salt", "x"], "--cache-salt needs --prompt-cache"),
+        (["--block-size", "16"], "--block-size needs --prompt-cache"),
+        (["--block-size", "0", "--prompt-cache", "x"], "--block-size=0: must be in [1, 4096]"),
+        (["--block-size", "4097", "--prompt-cache", "x"], "--block-size=4097: must be in"),
         (["--cache-bytes", "1G"], "--cache-bytes needs --prompt-cache"),
         (["--cache-ttl", "7d"], "--cache-ttl needs --prompt-cache"),
         (["--prompt-cache", "{}", "--cache-bytes", "1X"], "--cache-bytes '1X'"),

@@ -358,3 +358,18 @@ def test_another_salt_finds_nothing_and_hears_of_nothing(shared: Path, arch: str
             assert n_reused(mine, context, TOKENS[:40]) == (32 if store.max_bytes is None else 0)
             for sequence in context.sequences:
                 sequence.close()
+
+
+@pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK])
+def test_a_text_that_fills_no_block_is_told_from_an_end_that_fills_none(
+    context: Context, prompts: PromptCache, n: int
+) -> None:
+    for _ in range(2):
+        hit, _, sequence = append(prompts, context, TOKENS[:n])
+        sequence.close()
+        if n < BLOCK:
+            assert hit.why == Miss("shorter than a block", 0, BLOCK)
+            told = f"0 of {n} tokens reused: the text is shorter than one block of {BLOCK} tokens"
+            assert str(hit) == told
+        else:
+            assert hit.why == Miss("no whole block", 0)

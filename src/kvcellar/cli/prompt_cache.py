@@ -16,7 +16,7 @@ import typer
 
 from kvcellar.cli.console import note, one_line
 from kvcellar.cli.units import parse_age, parse_size
-from kvcellar.errors import CacheFull, OptionError, StoreError
+from kvcellar.errors import CacheFull, OptionError, StoreError, check_range
 
 if TYPE_CHECKING:
     from kvcellar.prompts.cache import PromptCache
@@ -37,6 +37,7 @@ class PromptCacheOptions:
         salt: texts stored under another salt are never found.
         max_bytes: the budget of a folder, as text; None: ``FOLDER_BYTES``.
         ttl: how long a server keeps unused entries, as text; None: without limit.
+        block_size: tokens of a block; None: ``BLOCK_SIZE``.
 
     Raises:
         OptionError: no such size or age, or an option without the cache it is for.
@@ -74,13 +75,33 @@ class PromptCacheOptions:
             show_default="no limit",
         ),
     ] = None
+    block_size: Annotated[
+        int | None,
+        _option(
+            "--block-size",
+            metavar="N",
+            help="Tokens of an entry: only whole entries are stored and restored. "
+            "Entries of another size are not found.",
+            show_default="128",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.where == "":  # an unset variable, perhaps; as a path it would be this folder
             raise OptionError("--prompt-cache is empty: name a folder or a URL")
-        for option, value in (("salt", self.salt), ("bytes", self.max_bytes), ("ttl", self.ttl)):
+        given = {
+            "--block-size": self.block_size,
+            "--cache-salt": self.salt,
+            "--cache-bytes": self.max_bytes,
+            "--cache-ttl": self.ttl,
+        }
+        for option, value in given.items():
             if value is not None and self.where is None:
-                raise OptionError(f"--cache-{option} needs --prompt-cache")
+                raise OptionError(f"{option} needs --prompt-cache")
+        if self.block_size is not None:
+            from kvcellar.prompts.cache import MAX_BLOCK
+
+            check_range("--block-size", self.block_size, 1, MAX_BLOCK)
         self._limits()
 
     @contextmanager
@@ -95,14 +116,15 @@ class PromptCacheOptions:
             yield None
             return
         from kvcellar.cli.store_tools import open_or_make
-        from kvcellar.prompts.cache import PromptCache
+        from kvcellar.prompts.cache import BLOCK_SIZE, PromptCache
         from kvcellar.stores.opening import folder_of
 
         size, ttl = self._limits()
         if size is None and folder_of(self.where) is not None:
             size = FOLDER_BYTES
         with closing(open_or_make(self.where, size, ttl)) as store:
-            yield PromptCache(store, cache_salt=self.salt or "")
+            block_size = BLOCK_SIZE if self.block_size is None else self.block_size
+            yield PromptCache(store, block_size=block_size, cache_salt=self.salt or "")
 
     def _limits(self) -> tuple[int | None, float | None]:
         """Bytes and seconds."""

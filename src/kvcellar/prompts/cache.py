@@ -62,6 +62,9 @@ Use: TypeAlias = Literal["restore", "store"]
 
 _log = logging.getLogger(__name__)
 
+BLOCK_SIZE = 128
+"""Tokens of a block, unless another size is asked for."""
+
 MAX_BLOCK = 4096
 """Tokens of the largest block: they have to fit into a store's notes."""
 
@@ -102,7 +105,7 @@ class PromptCache:
         self,
         store: Store,
         *,
-        block_size: int = 128,
+        block_size: int = BLOCK_SIZE,
         cache_salt: str = "",
         type_k: str | KVType | None = None,
         type_v: str | KVType | None = None,
@@ -266,11 +269,7 @@ class PromptCache:
         """Read the stored blocks of a text from its start on; say why there are no more."""
         n_whole = max(0, len(text.tokens) - 1) // self.block_size
         n = self._n_stored(text.keys[:n_whole])
-        why = (
-            explain(self._store, text.block(n))
-            if n < n_whole
-            else Miss("no whole block", n * self.block_size)
-        )
+        why = explain(self._store, text.block(n)) if n < n_whole else self._at_end(len(text.tokens))
         pieces: list[SequenceData] = []
         sizes: list[int] = []
         for i in reversed(range(n)):
@@ -283,6 +282,13 @@ class PromptCache:
         if why.cause == "nothing stored" and sizes and self._n_fitting(max(sizes), n + 1) <= n:
             why = Miss("over budget", why.token)
         return pieces[::-1], why
+
+    def _at_end(self, n_tokens: int) -> Miss:
+        """Why the end of a text cannot be reused, or all of one that fills no block."""
+        if n_tokens < self.block_size:
+            return Miss("shorter than a block", 0, self.block_size)
+        n_whole = (n_tokens - 1) // self.block_size
+        return Miss("no whole block", n_whole * self.block_size)
 
     def _read(self, text: Blocks, i: int, sizes: list[int]) -> SequenceData | Miss:
         """Read a block that was there a moment ago, or say why it is not any more."""

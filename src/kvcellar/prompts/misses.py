@@ -19,6 +19,7 @@ Cause: TypeAlias = Literal[
     "no checkpoint",
     "damaged",
     "compressed",
+    "shorter than a block",
     "no whole block",
     "over budget",
     "store failed",
@@ -32,10 +33,17 @@ MAX_ENTRIES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why no more of a text was reused, and from which token on."""
+    """Why no more of a text was reused, and from which token on.
+
+    Attributes:
+        cause: one of the causes that docs/prompt-cache.md explains.
+        token: the number of the first token that was not reused.
+        block_size: tokens of a block, where the text is shorter than one; else 0.
+    """
 
     cause: Cause
     token: int
+    block_size: int = 0
 
     def __str__(self) -> str:
         where = f"token {self.token}"
@@ -48,6 +56,9 @@ class Miss:
             "other types": "this text was stored with other K/V types or another shape of cache",
             "window slid": f"the window at {where} had slid away when it was to be stored",
             "no checkpoint": f"no state was kept at {where} when it was to be stored",
+            "shorter than a block": (
+                f"the text is shorter than one block of {self.block_size} tokens"
+            ),
             "no whole block": f"from {where} on there is no whole block with a token behind it",
             "compressed": (
                 f"the block from {where} on is compressed: pip install 'kvcellar[zstd]' to read it"
