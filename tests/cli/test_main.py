@@ -13,6 +13,9 @@ from kvcellar.errors import KVCellarError
 from tests.cli.helpers import Invoke, Start
 
 
+CUT_OFF = b"(cut off after 4 tokens; -n allows more)\n"
+
+
 def test_help_names_every_command(invoke: Invoke) -> None:
     result = invoke("--help")
     assert result.exit_code == 0
@@ -126,8 +129,8 @@ def test_next_to_nothing_is_loaded_before_ctrl_c_is_answered() -> None:
 @pytest.mark.parametrize(
     ("command", "code", "out", "err"),
     [
-        ("run MODEL hello -n 4 -t 0 --threads 1 >&-", 0, b"", b""),
-        ("run MODEL hello -n 4 -t 0 --threads 1 --stats 2>&- | wc -c", 0, b"5", b""),
+        ("run MODEL hello -n 4 --temp 0 --threads 1 >&-", 0, b"", CUT_OFF),
+        ("run MODEL hello -n 4 --temp 0 --threads 1 --stats 2>&- | wc -c", 0, b"5", b""),
         ("run MODEL <&-", 1, b"", b"error: the prompt is empty\n"),
         ("chat MODEL <&-", 0, b"", b""),
         ("info absent >&- 2>&- <&-", 1, b"", b""),
