@@ -164,7 +164,7 @@ SPECIAL: dict[str, Callable[[], Any]] = {
     "SamplerOptions": lambda: SamplerOptions(0.5, logit_bias={3: 1.0, 4: -np.inf}, seed=7),
     "ContextOptions": lambda: kvcellar.ContextOptions(64, type_k="q8_0", kernel=False),
     "SaveOptions": lambda: SaveOptions("q8_0", compress=True),
-    "Timings": lambda: Timings(1, 2.0, 3, 4.0, 5, 6.0),
+    "Timings": lambda: Timings(1, 2.0, 3, 4.0, 5, 6.0, 7.0),
     "StepTimes": lambda: StepTimes(2, 3),
     "CacheView": lambda: view(),
     "CheckpointBudget": lambda: CheckpointBudget(3, 4),

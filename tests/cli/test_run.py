@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from kvcellar.backends.ggml.jit.compiler import why_not
 from kvcellar.cli.options import Sampling, expand_groups
 from kvcellar.text.sampler import SamplerOptions
 from tests.cli.helpers import Invoke, Start
@@ -69,6 +71,39 @@ def test_stats_go_to_stderr(invoke: Invoke, talker: Path) -> None:
     ):
         assert text in result.stderr
     assert "KiB (K f16, V f16)" in result.stderr
+
+
+def seed_of(result: Result) -> str:
+    return result.stderr.partition("\nseed        ")[2].split()[0]
+
+
+@pytest.mark.parametrize("given", [[], ["--seed", "-1"], ["--seed", "7"], ["--regex", "[a-z]*"]])
+def test_the_seed_that_stats_show_repeats_the_run(
+    invoke: Invoke, talker: Path, given: list[str]
+) -> None:
+    args = ("run", talker, "hello", "-n", "20", "--temp", "3", "--top-k", "0", "-t", "1", "--stats")
+    first = invoke(*args, *given)
+    seed = seed_of(first)
+    again = invoke(*args, *given, "--seed", seed)  # the last one counts
+    assert (again.exit_code, again.stdout, seed_of(again)) == (0, first.stdout, seed)
+    if given[-1:] == ["7"]:
+        assert seed == "7"
+
+
+def test_a_seed_that_is_drawn_differs_from_run_to_run(invoke: Invoke, talker: Path) -> None:
+    args = ("run", talker, "hello", "-n", "1", "-t", "1", "--stats")
+    assert len({seed_of(invoke(*args)) for _ in range(3)}) > 1
+
+
+def test_compiling_is_told_where_anything_was_compiled(
+    invoke: Invoke, start: Start, talker: Path
+) -> None:
+    args = ("run", talker, "hello", "-n", "3", "-t", "1", "--stats")
+    invoke(*args)
+    assert "compile" not in invoke(*args).stderr  # this process has all that it needs
+    told = start(*args).communicate()[1].decode()
+    is_told = re.search(r"^compile {5}\d+\.\d\d s$", told, re.MULTILINE) is not None
+    assert is_told == (why_not() is None)
 
 
 def test_a_chat_prompt_goes_through_the_template(invoke: Invoke, chatter: Path) -> None:

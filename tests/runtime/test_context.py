@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcellar.backends.ggml.jit import attention as attention_kernel
+from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, why_not
 from kvcellar.batch import Batch
 from kvcellar.errors import (
     AllocationError,
@@ -242,6 +245,29 @@ def test_closed_things_say_so(model: Model) -> None:
         sequence.append([3])
 
 
+@pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+@pytest.mark.parametrize("n_tokens", [1, 6])
+def test_compiling_is_no_part_of_other_timings(
+    context: Context, monkeypatch: pytest.MonkeyPatch, n_tokens: int
+) -> None:
+    def slow(*args: Any) -> Compiled:
+        sleep(0.2)
+        return compile_ir(*args)
+
+    monkeypatch.setattr(attention_kernel, "compile_ir", slow)
+    attention_kernel._compile.cache_clear()
+    start = perf_counter()
+    context.decode(Batch.of(range(n_tokens)))
+    whole = perf_counter() - start
+    timings = context.timings
+    others = timings.prefill_seconds + timings.decode_seconds
+    assert timings.compile_seconds >= 0.2
+    assert 0 < timings.graph_seconds <= others <= whole - timings.compile_seconds
+    compiled = timings.compile_seconds
+    context.decode(Batch.of(range(n_tokens)))
+    assert timings.compile_seconds == compiled
+
+
 def test_timings_tell_prefill_from_decode(context: Context) -> None:
     context.decode(Batch.of(range(10)))
     context.decode(Batch.of([1]))
@@ -250,4 +276,5 @@ def test_timings_tell_prefill_from_decode(context: Context) -> None:
     assert (timings.prefill_tokens, timings.decode_tokens, timings.n_decodes) == (10, 2, 3)
     assert 0 < timings.graph_seconds <= timings.prefill_seconds + timings.decode_seconds
     timings.reset()
+    assert timings.compile_seconds == 0
     assert timings.prefill_rate == timings.decode_rate == timings.overhead_seconds == 0

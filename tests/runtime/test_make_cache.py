@@ -25,6 +25,7 @@ class NoExecutor:
     """Computes nothing."""
 
     takes_lists = ()
+    compile_seconds = 0.0
 
     def run(self, plan: Plan) -> Float32Array:
         raise AssertionError(f"nothing computes {plan}")

@@ -137,6 +137,10 @@ class Executor(Protocol):
     def takes_lists(self) -> tuple[bool, ...]:
         """For each group, whether its plans are better given with lists than with masks."""
 
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of all runs that went into compiling code at its first use."""
+
     def run(self, plan: Plan) -> Float32Array:
         """Compute a plan; returns logits ``[n_outputs, n_vocab]``, valid until the next run.
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.sequence import Sequence
     from kvcellar.text.grammar import Grammar
-    from kvcellar.text.sampler import SamplerOptions
+    from kvcellar.text.sampler import Sampler, SamplerOptions
+    from kvcellar.text.tokenizer import Tokenizer
 
 Command: TypeAlias = Callable[..., None]
 
@@ -421,21 +422,28 @@ class Answering:
         """The most tokens of an answer; None: no limit."""
         return None if self.max_tokens == -1 else self.max_tokens
 
-    def stream(self, sequence: Sequence) -> Iterator[str]:
-        """Generate what follows a sequence, piece by piece.
+    def sampler(self, tokenizer: Tokenizer) -> Sampler:
+        """Return what chooses the tokens of an answer; its seed is known from here on.
+
+        Raises:
+            GrammarError: the grammar is wrong, or cannot be followed.
+        """
+        from kvcellar.text.sampler import Sampler
+
+        return Sampler(
+            self.sampling,
+            constraint=None if self.grammar is None else self.grammar.matcher(tokenizer),
+            tokenizer=tokenizer if tokenizer.has_text else None,
+        )
+
+    def stream(self, sequence: Sequence, sampler: Sampler) -> Iterator[str]:
+        """Generate what follows a sequence, piece by piece, with what :meth:`sampler` returned.
 
         Raises:
             CacheFull: no cell is left.
-            GrammarError: the grammar is wrong, or cannot be followed.
+            GrammarError: the grammar cannot be followed.
         """
-        how: dict[str, Any] = {"options": self.sampling}
-        if self.grammar is not None:
-            from kvcellar.text.sampler import Sampler
-
-            tokenizer = sequence.context.model.tokenizer
-            matcher = self.grammar.matcher(tokenizer)
-            how = {"sampler": Sampler(self.sampling, constraint=matcher, tokenizer=tokenizer)}
-        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), **how))
+        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), sampler=sampler))
 
     def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
         """Yield what comes; a full cache is told with the option that helps."""

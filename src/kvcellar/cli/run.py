@@ -77,13 +77,13 @@ def run(
             ids = list(chosen.prompt(messages_of(text, system), variables=variables))
         else:
             ids = context.model.tokenizer.encode(text)
-        sequence = context.sequence()
+        sequence, sampler = context.sequence(), answering.sampler(context.model.tokenizer)
         hit: CacheHit | None = None
         with stored_at_end(prompts, sequence):
             try:
                 with Interrupt() as interrupt:
                     hit = read_tokens(sequence, ids, interrupt, prompts)
-                    for piece in answering.stream(sequence):
+                    for piece in answering.stream(sequence, sampler):
                         output.write(piece)
                         interrupt.check()
                 if not stats:
@@ -92,7 +92,7 @@ def run(
             finally:
                 output.end()
                 if stats:
-                    print_stats(sequence, output.seconds_to_first, hit)
+                    print_stats(sequence, sampler.seed, output.seconds_to_first, hit)
                 if recorded is not None:
                     print_profile(recorded)
 

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 
 
 def print_stats(
-    sequence: Sequence, seconds_to_first: float | None, hit: CacheHit | None = None
+    sequence: Sequence, seed: int, seconds_to_first: float | None, hit: CacheHit | None = None
 ) -> None:
-    """Print everything about a run to stderr, a line each."""
+    """Print everything about a run to stderr, a line each.
+
+    Args:
+        sequence: what was computed.
+        seed: what random numbers were drawn with, also where it was drawn itself.
+        seconds_to_first: until the first text came; None: none did.
+        hit: what the prompt cache had; None: there is no prompt cache.
+    """
     context = sequence.context
     times, spec = context.timings, context.spec
     first = "none" if seconds_to_first is None else f"after {seconds_to_first:.2f} s"
@@ -30,7 +37,9 @@ def print_stats(
         *(() if hit is None else (("prompt", str(hit)),)),
         ("prefill", _rate(times.prefill_tokens, times.prefill_seconds)),
         ("decode", _rate(times.decode_tokens, times.decode_seconds)),
+        *((("compile", f"{times.compile_seconds:.2f} s"),) if times.compile_seconds else ()),
         ("first token", first),
+        ("seed", str(seed)),
         ("finish", sequence.finish_reason or "interrupted"),
         ("overhead", f"{times.overhead_seconds * 1e3:.2f} ms a decode outside the graph"),
         ("cells", f"{context.cache.used} of {spec.size} used"),
@@ -43,10 +52,12 @@ def print_stats(
 def turn_stats(context: Context, n_reused: int, n_prompt: int, reason: str | None) -> str:
     """Return a turn of a conversation in one line."""
     times = context.timings
+    compiled = f" | compile {times.compile_seconds:.2f} s" if times.compile_seconds else ""
     return (
         f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
         f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
-        f" | {context.cache.used} of {context.spec.size} cells | finish {reason or 'interrupted'}"
+        f"{compiled} | {context.cache.used} of {context.spec.size} cells"
+        f" | finish {reason or 'interrupted'}"
     )
 
 

@@ -474,7 +474,7 @@ class Context:
         start = perf_counter()
         pieces: list[Float32Array] = []
         micros: list[MicroBatch] = []
-        in_graphs = 0.0
+        in_graphs, compiling = 0.0, self._executor.compile_seconds
         spec = self._model_spec
         with self.cache.place(
             batch, self.n_ubatch, n_vocab=spec.n_vocab, n_embd=spec.n_embd
@@ -487,7 +487,8 @@ class Context:
                     pieces.append(_checked_copy(logits))
                     micros.append(plan.micro)
         seconds = perf_counter() - start
-        self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs)
+        compiling = self._executor.compile_seconds - compiling
+        self.timings.add(batch.n_tokens, batch.n_seqs, seconds, in_graphs, compiling)
         if self.profile is not None:
             self.profile.add(batch.n_tokens, batch.n_seqs, start, seconds, in_graphs)
         if len(pieces) == 1 and len(pieces[0]) == 1:
@@ -597,6 +598,7 @@ class Timings:
 
     A decode of one token a sequence counts as "decode", any larger one as "prefill".
     ``graph_seconds`` is the part of both that was spent computing graphs; the rest is Python's.
+    ``compile_seconds`` is in none of them: kernels are compiled once a process, at first use.
     """
 
     prefill_tokens: int = 0
@@ -605,14 +607,24 @@ class Timings:
     decode_seconds: float = 0.0
     n_decodes: int = 0
     graph_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
     def __reduce__(self) -> tuple[type[Timings], tuple[object, ...]]:
         return Timings, astuple(self)
 
-    def add(self, n_tokens: int, n_seqs: int, seconds: float, graph_seconds: float) -> None:
-        """Count one call of decode."""
+    def add(
+        self,
+        n_tokens: int,
+        n_seqs: int,
+        seconds: float,
+        graph_seconds: float,
+        compile_seconds: float = 0.0,
+    ) -> None:
+        """Count one call of decode; both times are given with the compilation in them."""
         self.n_decodes += 1
-        self.graph_seconds += graph_seconds
+        self.graph_seconds += graph_seconds - compile_seconds
+        self.compile_seconds += compile_seconds
+        seconds -= compile_seconds
         if n_tokens > n_seqs:
             self.prefill_tokens += n_tokens
             self.prefill_seconds += seconds

@@ -27,6 +27,7 @@ from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.backend import GgmlBackend
 from kvcellar.backends.ggml.binding import Ggml, Owned, array_at, tensor_at
 from kvcellar.backends.ggml.inputs import Feeds, Inputs, Shape, view_of
+from kvcellar.backends.ggml.jit.compiler import compile_seconds
 from kvcellar.backends.ggml.model_memory import GgmlMemory
 from kvcellar.backends.ggml.nodes import Constants, Nodes
 from kvcellar.backends.ggml.ops import GgmlOps
@@ -62,6 +63,7 @@ class GgmlExecutor:
 
     Attributes:
         takes_lists: for each group, whether its plans are better given with lists than with masks.
+        compile_seconds: see ``Executor.compile_seconds``.
     """
 
     def __init__(self, backend: GgmlBackend, memory: GgmlMemory, forward: Forward[int]) -> None:
@@ -71,6 +73,7 @@ class GgmlExecutor:
         self._kernels = memory.kernels
         self.takes_lists = tuple(kernel is not None for kernel in memory.kernels)
         self._cache = GraphCache(backend, memory, forward)
+        self.compile_seconds = 0.0
         self._unfinished = False  # whether a computation began and was not seen to end
 
     @property
@@ -82,7 +85,9 @@ class GgmlExecutor:
         """Compute a plan; see ``Executor.run``."""
         if self._unfinished:
             self._recover()
+        compiling = compile_seconds()
         graph = self._cache.get(plan)
+        self.compile_seconds += compile_seconds() - compiling
         graph.feeds.load(plan)
         is_long = len(plan.micro.positions) > FEW_TOKENS or graph.seconds > LONG
         stop = Stop() if is_long else None

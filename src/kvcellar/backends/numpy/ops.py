@@ -26,6 +26,7 @@ class NumpyExecutor:
     """Runs a model's forward pass over any store. Implements ``Executor``."""
 
     takes_lists = ()
+    compile_seconds = 0.0
 
     def __init__(
         self,

@@ -15,7 +15,13 @@ import numpy as np
 
 from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.jit.attention_shape import MANY, PREFETCHED, TYPES, UNIT, KernelShape
-from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, processor, why_not
+from kvcellar.backends.ggml.jit.compiler import (
+    Compiled,
+    compile_ir,
+    counted,
+    processor,
+    why_not,
+)
 from kvcellar.backends.memory import scratch
 from kvcellar.errors import NotSupported
 from kvcellar.plan import CellLists
@@ -200,6 +206,7 @@ def unit_sizes(lengths: Int32Array) -> Int32Array:
 
 
 @cache  # each kernel keeps its own: two threads may compile the same, and one result is dropped
+@counted
 def _compile(shape: KernelShape) -> Compiled:
     from kvcellar.backends.ggml.jit.attention_code import FUNCTION, kernel_ir
 

@@ -11,14 +11,17 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from threading import local
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from kvcellar.backends.ggml.aside import Stop
 from kvcellar.backends.ggml.exits import process_exit
 from kvcellar.backends.memory import check_room
 from kvcellar.backends.turns import Turn
+
+P = ParamSpec("P")
 
 ENV = "KVCELLAR_KERNEL"
 OLDEST = (0, 44)
@@ -110,6 +113,34 @@ def has_byte_products() -> bool:
         return False
     has = llvm.get_host_cpu_features()
     return all(has.get(name) for name in ("avx512f", "avx512vl", "avx512bw", "avx512vnni"))
+
+
+class _Spent(local):
+    """Seconds that this thread has waited for compiled code."""
+
+    seconds = 0.0
+
+
+_spent = _Spent()
+
+
+def compile_seconds() -> float:
+    """Seconds that this thread has waited for compiled code, for others that compile included."""
+    return _spent.seconds
+
+
+def counted(make: Callable[P, Compiled]) -> Callable[P, Compiled]:
+    """Have a function's time count in :func:`compile_seconds`, imports that it needs included."""
+
+    @wraps(make)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Compiled:
+        start = perf_counter()
+        try:
+            return make(*args, **kwargs)
+        finally:
+            _spent.seconds += perf_counter() - start
+
+    return call
 
 
 def compile_ir(title: str, text: Callable[[str], str], function: str) -> Compiled:

@@ -12,7 +12,13 @@ from functools import cache
 import numpy as np
 
 from kvcellar.backends.ggml.binding import TYPE_F32, Tensor
-from kvcellar.backends.ggml.jit.compiler import Compiled, compile_ir, has_byte_products, why_not
+from kvcellar.backends.ggml.jit.compiler import (
+    Compiled,
+    compile_ir,
+    counted,
+    has_byte_products,
+    why_not,
+)
 from kvcellar.backends.ggml.jit.product_formats import FORMATS, LANES, MOST, VALUES, unpacked_bytes
 from kvcellar.backends.memory import scratch
 from kvcellar.types import AnyArray
@@ -86,6 +92,7 @@ class Products:
 
 
 @cache
+@counted
 def _compile_quantise() -> Compiled:
     from kvcellar.backends.ggml.jit.product_code import FUNCTION, quantise_ir
 
@@ -93,6 +100,7 @@ def _compile_quantise() -> Compiled:
 
 
 @cache
+@counted
 def _compile_product(kind: int, tokens: int) -> Compiled:
     from kvcellar.backends.ggml.jit.product_code import FUNCTION, product_ir
 
