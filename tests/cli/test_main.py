@@ -12,7 +12,6 @@ from kvcellar import __version__
 from kvcellar.errors import KVCellarError
 from tests.cli.helpers import Invoke, Start
 
-
 CUT_OFF = b"(cut off after 4 tokens; -n allows more)\n"
 
 
