@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvcellar.prompts.cache import PromptCache
 from kvcellar.prompts.misses import BlockRef, mark
+from kvcellar.runtime.model import Model
 from kvcellar.stores.disk import DiskStore
 from kvcellar.stores.redis import RedisStore
 from tests.cli.helpers import LEFT, RIGHT, TRUNK, Invoke, listed, spoil, tree, value_file
@@ -54,10 +56,51 @@ def test_people_get_a_line_for_what_the_same_texts_share(
     assert set(rows) == {one["key"][:8] for one in (trunk, left, right)}
     assert [rows[one["key"][:8]][2] for one in (trunk, left, right)] == ["0-16", "16-32", "16-24"]
     assert [rows[one["key"][:8]][-2] for one in (trunk, left, right)] == ["2", "1", "1"]
-    assert rows[left["key"][:8]][-1].startswith("81,82,")
+    assert rows[left["key"][:8]][-1].startswith("QRST")
     assert "5 entries, " in result.stdout
     assert "\x1b" not in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+def test_texts_begin_as_they_were_and_are_cut_to_the_width(
+    invoke: Invoke, chatter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens and controls are spelled; characters that a block cuts are none."""
+    said = "<|im_start|>a b\n\x1b[2J" + "é" * 100
+    with Model.from_gguf(chatter, n_threads=1) as model, model.context(n_ctx=256) as context:
+        ids = model.tokenizer.encode(said)
+        store = DiskStore(tmp_path / "store")
+        PromptCache(store, block_size=40).append(context.sequence(), ids)
+        store.close()
+    entries = sorted(listed(invoke, tmp_path / "store")["entries"], key=lambda one: one["start"])
+    begins = [one["begins"] for one in entries]
+    assert begins[0] == said[: len(begins[0])]
+    assert len(begins) == 5
+    assert all(40 <= len(text.encode()) <= 64 or "é" * 19 in text for text in begins)
+    monkeypatch.setenv("COLUMNS", "150")
+    shown = invoke("cache", "list", tmp_path / "store").stdout
+    assert r"<|im_start|>a b\n\x1b[2Jéé" in shown
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = invoke("cache", "list", tmp_path / "store").stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert entries[-1]["key"][:8] in lines[3], "other columns keep their room"
+    assert "<|im_star" in lines[3]
+    assert len(lines) == 6
+
+
+def test_entries_without_a_text_show_token_ids(invoke: Invoke, filled: Path) -> None:
+    """Older versions stored such, and models without a vocabulary do."""
+    store = DiskStore(filled)
+    for entry in list(store.entries()):
+        value = store.get(entry.key)
+        assert value is not None
+        note = {name: one for name, one in entry.note.items() if name != "begins"}
+        store.delete(entry.key)
+        store.put(entry.key, [bytes(value)], note)
+    store.close()
+    assert "tokens 65,66" in invoke("cache", "list", filled).stdout
+    assert {one["begins"] for one in listed(invoke, filled)["entries"]} == {""}
+    assert invoke("cache", "verify", filled).exit_code == 0
 
 
 def test_what_cannot_be_reached_is_told(

@@ -249,6 +249,7 @@ def hostile_store(filled: Path) -> Path:
             "parent": HOSTILE,
             "tokens": f"1 2 {HOSTILE}",
             "start": 0,
+            "begins": HOSTILE,
         }
         store.put("a" * 32, [b"no snapshot"], note)
         store.put("b" * 32, [b"no snapshot"], {HOSTILE: HOSTILE, "absent": "window slid"})

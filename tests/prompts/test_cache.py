@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import BatchError, ClosedError, OptionError
+from kvcellar.prompts.blocks import SPELLED
 from kvcellar.prompts.cache import CacheHit, PromptCache
 from kvcellar.prompts.misses import Miss
 from kvcellar.runtime.context import Context
@@ -261,7 +262,7 @@ def test_the_largest_block_fits_into_a_note(store: MemoryStore) -> None:
     from kvcellar.prompts.misses import BlockRef, note_of
 
     tokens = [2**31 - 1] * PromptCache(store, block_size=4096).block_size
-    note = note_of(BlockRef("0" * 64, "0" * 64, 2**31, tokens, "0" * 64, "0" * 16))
+    note = note_of(BlockRef("0" * 64, "0" * 64, 2**31, tokens, "0" * 64, "0" * 16), "😀" * SPELLED)
     assert store.put("a", [b"1"], note)
 
 

@@ -27,6 +27,7 @@ class Block:
         start: the index of its first token in the text.
         tokens: token ids.
         model: a short name of the model.
+        begins: how its text begins; "" where the entry does not tell.
     """
 
     entry: Entry
@@ -34,6 +35,7 @@ class Block:
     start: int
     tokens: tuple[int, ...]
     model: str
+    begins: str
 
     @classmethod
     def of(cls, entry: Entry) -> Block:
@@ -47,6 +49,7 @@ class Block:
             start if tokens and isinstance(start, int) and start >= 0 else 0,
             tokens,
             str(note.get("model", "")),
+            str(note.get("begins", "")),
         )
 
     @property

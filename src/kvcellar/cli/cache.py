@@ -82,7 +82,7 @@ def list_(where: Where, as_json: AsJson = False, sort: Sort = Order.USED) -> Non
 
     KEY is that of the part's last block, MODEL the start of the weights'
     hash, TEXTS the number of texts that share it, and BEGINS WITH its first
-    token ids. --json lists every entry.
+    words, or token ids where the entry does not tell. --json lists every entry.
     """
     from kvcellar.cli.blocks import Forest
     from kvcellar.cli.cache_list import list_data, list_table, totals

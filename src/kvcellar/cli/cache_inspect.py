@@ -97,6 +97,8 @@ def _entry_table(block: Block) -> Table:
     if block.tokens:
         rows.append(("tokens", f"{block.start} to {block.end - 1} of the text"))
         rows.append(("follows", block.parent if block.start else "nothing: it begins the text"))
+    if block.begins:
+        rows.append(("begins with", block.begins))
     return facts_table(f"entry {block.key[:SHORT]}", rows)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvcellar.cli.blocks import Block, Forest, Stretch
-from kvcellar.cli.console import columns_table
+from kvcellar.cli.console import columns_table, visible_line
 from kvcellar.cli.units import human_age, human_bytes
 from kvcellar.prompts.misses import absent_of
 from kvcellar.stores.base import WRITING_S
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.measure import Measurement
     from rich.table import Table
+    from rich.text import Text
 
 Order: TypeAlias = Literal["used", "created", "bytes"]
 
@@ -48,10 +51,11 @@ def list_table(forest: Forest, order: Order, now: float) -> Table:
     """Return a table with a row for each stretch."""
     numbers = ("tokens", "bytes", "stored", "used", "texts")
     table = columns_table(("key", "model"), numbers, no_wrap=True, pad_edge=False)
-    table.add_column("begins with", overflow="ellipsis")  # no blanks, so it is cut and not wrapped
+    table.add_column("begins with")
     shown = [one for one in forest.stretches() if absent_of(one.blocks[0].entry.note) is None]
     for one in in_order(shown, order):
-        table.add_row(*_cells(one, now), style=None if one.reachable else "dim")
+        style = None if one.reachable else "dim"
+        table.add_row(*_cells(one, now), Cut(_beginning(one.blocks[0])), style=style)
     return table
 
 
@@ -82,8 +86,34 @@ def _cells(one: Stretch, now: float) -> list[str]:
         human_age(now - one.created),
         human_age(now - one.used),
         str(one.n_texts) if one.reachable else "-",
-        ",".join(map(str, first.tokens[:8])),
     ]
+
+
+def _beginning(block: Block) -> str:
+    return block.begins or f"tokens {','.join(map(str, block.tokens[:8]))}"
+
+
+class Cut:
+    """A cell of one line that is cut where the table has no more room, whatever blanks it has.
+
+    A column that is not to be wrapped would take its room from the others.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = visible_line(text)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        longest = Measurement.get(console, options, self._text).maximum
+        return Measurement(min(longest, SHORT), longest)
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        cut = Text(self._text)
+        cut.truncate(options.max_width, overflow="ellipsis")
+        yield cut
 
 
 def entry_data(block: Block) -> dict[str, Any]:
@@ -95,6 +125,7 @@ def entry_data(block: Block) -> dict[str, Any]:
         "start": block.start,
         "end": block.end,
         "tokens": list(block.tokens),
+        "begins": block.begins,
         "n_bytes": block.entry.n_bytes,
         "created": block.entry.created,
         "used": block.entry.used,

@@ -21,7 +21,7 @@ import numpy as np
 from kvcellar.cache.content import SequenceData, join, n_kept
 from kvcellar.cache.content_checks import check_content, check_finite
 from kvcellar.cache.transfer import state_get
-from kvcellar.errors import SnapshotError, SnapshotFileError
+from kvcellar.errors import KVCellarError, SnapshotError, SnapshotFileError
 from kvcellar.prompts.misses import BlockRef
 from kvcellar.runtime.options import SaveOptions
 from kvcellar.runtime.saving import as_type, stored, stored_fingerprint
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from kvcellar.runtime.sequence import Sequence as Text
 
 VERSION = b"kvcellar-prompt-1"
+
+SPELLED = 64
+"""Tokens of a block that are spelled for its note, and characters that are kept of them."""
 
 
 class Blocks:
@@ -64,6 +67,17 @@ class Blocks:
             text=self._texts[i],
             model=str(form.fingerprint["weights"])[:16],
         )
+
+    def beginning(self, i: int) -> str:
+        """How the text of a block begins, control tokens spelled; "" without a tokenizer."""
+        try:
+            tokenizer = self._context.model.tokenizer
+            if not tokenizer.has_text:
+                return ""
+            stream = tokenizer.detokenizer(skip_special=False, continuing=i > 0)
+            return "".join(map(stream.push, self._tokens_of(i)[:SPELLED]))[:SPELLED]
+        except KVCellarError:  # the model computes, but its vocabulary is unknown or too short
+            return ""
 
     def export(self, sequence: Text, i: int) -> bytes | None:
         """Return a block of a sequence that holds the text, as a value to be stored.

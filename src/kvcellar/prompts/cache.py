@@ -365,7 +365,8 @@ class PromptCache:
             if key in held or i >= n_fitting or (value := export(i)) is None:
                 continue
             n_fitting = self._n_fitting(len(value), n_fitting)
-            if i < n_fitting and self._store.put(key, [value], note_of(text.block(i))):
+            note = note_of(text.block(i), text.beginning(i))
+            if i < n_fitting and self._store.put(key, [value], note):
                 n_put += 1
         if n_put and held:
             self._store.touch_all([key for key in keys if key in held])

@@ -90,14 +90,20 @@ class BlockRef:
     model: str
 
 
-def note_of(block: BlockRef) -> Note:
-    """The note that a block is stored with, so that other misses can be explained by it."""
+def note_of(block: BlockRef, begins: str = "") -> Note:
+    """The note that a block is stored with, so that other misses can be explained by it.
+
+    Args:
+        block: what is stored.
+        begins: how its text begins, for people; "" if that is not known.
+    """
     return {
         "parent": block.parent,
         "start": block.start,
         "tokens": " ".join(map(str, block.tokens)),
         "text": block.text,
         "model": block.model,
+        **({"begins": begins} if begins else {}),
     }
 
 
