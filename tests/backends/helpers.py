@@ -32,7 +32,7 @@ def tensor_over(array: AnyArray) -> Tensor:
 class Rig:
     """A GGUF file that is ready to decode."""
 
-    def __init__(self, path: Path, n_threads: int = 2) -> None:
+    def __init__(self, path: Path, n_threads: int = 1) -> None:
         self.backend = GgmlBackend(n_threads)
         self.file = GgufFile(path)
         self.weights = GgmlWeights(self.file)

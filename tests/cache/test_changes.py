@@ -10,6 +10,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,8 +21,9 @@ import pytest
 import kvcellar
 from kvcellar.batch import Batch
 from kvcellar.cache.attention import AttentionCache
-from kvcellar.cache.base import Cache
-from kvcellar.cache.changes import Changes, Undo
+from kvcellar.cache.base import Cache, Savepoint
+from kvcellar.cache.changes import Changes, Handle, Undo
+from kvcellar.cache.placement import OpenBatch
 from kvcellar.cache.transfer import state_get, state_set
 from kvcellar.errors import CacheError
 from tests.cache import kinds
@@ -34,6 +36,10 @@ Texts = dict[int, list[tuple[int, int]]]
 
 class Interrupt(BaseException):
     """Comes from outside: nobody expects it."""
+
+
+class Failure(Exception):
+    """Something that goes wrong within a block."""
 
 
 class AtLine:
@@ -226,7 +232,7 @@ def test_a_verb_that_is_interrupted_has_happened_or_not(
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "verb"), CASES)
 def test_at_more_lines(kind: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_at(kind, verb, 25, monkeypatch)
+    check_at(kind, verb, 10, monkeypatch)
 
 
 @pytest.mark.parametrize("behind", [1, 2, 5, 13, 34])
@@ -432,3 +438,85 @@ def test_a_transaction_that_nobody_can_end_is_rolled_back(
     with pytest.raises(CacheError, match="rolled back already"):
         inner.commit()
     check_sound(cache, [before])
+
+
+def begin_transaction(cache: Cache) -> Handle[Any]:
+    return cache.transaction()
+
+
+def begin_batch(cache: Cache) -> Handle[Any]:
+    return cache.place(Batch.of([1, 2], 0), 4)
+
+
+LASTING = [begin_transaction, begin_batch]
+
+
+def fail(*_: object) -> None:
+    raise Interrupt
+
+
+@pytest.mark.parametrize("method", ["handle", "leave"])
+@pytest.mark.parametrize("begin", LASTING)
+@pytest.mark.parametrize("kind", ["f", "fws"])
+def test_a_traceback_keeps_nothing_open(
+    kind: str,
+    begin: Callable[[Cache], Handle[Any]],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = filled(kind, monkeypatch)
+    before = texts_of(cache)
+
+    def work() -> None:
+        with begin(cache) as begun:
+            assert begun.is_open
+            raise Failure
+
+    with monkeypatch.context() as patch:
+        for base in (Savepoint, OpenBatch):
+            patch.setattr(base, method, fail)
+        with pytest.raises(Interrupt) as caught:  # which is kept
+            work()
+    assert caught.tb is not None
+    assert not cache.in_transaction
+    assert not cache.is_decoding
+    check_sound(cache, [before])
+
+
+@pytest.mark.parametrize("begin", LASTING)
+def test_nor_does_what_was_never_returned(
+    begin: Callable[[Cache], Handle[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled("f", monkeypatch)
+    before = texts_of(cache)
+
+    def begun() -> object:
+        cache.changes.afterwards(fail)
+        return begin(cache)
+
+    with pytest.raises(Interrupt) as caught:
+        cache.changes.run(begun)
+    assert caught.tb is not None
+    check_sound(cache, [before])
+
+
+@pytest.mark.parametrize("begin", LASTING)
+def test_a_handle_lasts_however_it_is_entered_and_looked_at(
+    begin: Callable[[Cache], Handle[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled("f", monkeypatch)
+    handle: Any = begin(cache)
+    assert hasattr(handle, "__enter__")
+    assert callable(handle.__exit__)
+    cache.changes.settle()
+    assert handle.is_open
+    with ExitStack() as stack:
+        inner = stack.enter_context(handle)
+        del handle
+        cache.changes.settle()
+        assert inner.is_open
+    assert not inner.is_open
+    with begin(cache) as first:
+        cache.changes.settle()
+        assert first.is_open
+    assert not first.is_open

@@ -320,7 +320,7 @@ def _damaged(values: AnyArray, number: int, at: int, how: int, dtype: type) -> A
     return new
 
 
-@examples(250)
+@examples(120)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), damage()), min_size=1, max_size=2))
 def test_whatever_is_changed_is_refused_or_harmless(
     changes: list[tuple[tuple[object, ...], Change]],

@@ -232,7 +232,7 @@ class EditsOfWindows(Edits):
     with_states, slides = False, True
 
 
-SETTINGS = examples(60, steps=25)
+SETTINGS = examples(30, steps=25)
 for machine in (Edits, EditsOfGroups, EditsOfAll, EditsOfWindows):
     machine.TestCase.settings = SETTINGS
 TestEdits = Edits.TestCase

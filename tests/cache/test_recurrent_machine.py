@@ -86,6 +86,6 @@ class ScarceMachine(RecurrentMachine):
 
 
 TestRecurrent = RecurrentMachine.TestCase
-TestRecurrent.settings = examples(120, steps=30)
+TestRecurrent.settings = examples(60, steps=30)
 TestScarce = ScarceMachine.TestCase
-TestScarce.settings = examples(60, steps=30)
+TestScarce.settings = examples(30, steps=30)

@@ -133,6 +133,6 @@ class SignedSlidingMachine(SlidingMachine):
 
 
 TestSlidingCache = SlidingMachine.TestCase
-TestSlidingCache.settings = examples(120, steps=30)
+TestSlidingCache.settings = examples(60, steps=30)
 TestSlidingBytes = SignedSlidingMachine.TestCase
 TestSlidingBytes.settings = examples(20, steps=20)

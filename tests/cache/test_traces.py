@@ -19,7 +19,7 @@ from kvcellar.types import CacheSpec
 Maker = Callable[[CacheSpec], KVStore]
 
 
-@pytest.fixture(params=["numpy", "ggml"])
+@pytest.fixture
 def make_store(request: pytest.FixtureRequest) -> Iterator[Maker]:
     """Opens a store of real bytes."""
     if request.param == "numpy":
@@ -31,7 +31,9 @@ def make_store(request: pytest.FixtureRequest) -> Iterator[Maker]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize(
+    ("make_store", "flash_attn"), [("numpy", True), ("ggml", False)], indirect=["make_store"]
+)
 def test_attention_traces_replay(shared: Path, make_store: Maker, flash_attn: bool) -> None:
     traces = load_traces(shared / "golden" / "attention_traces.jsonl")
 

@@ -74,7 +74,7 @@ def run(cache: Cache, ops: Sequence[tuple[object, ...]]) -> None:
             getattr(cache, str(name))(*numbers)
 
 
-@examples(280)
+@examples(140)
 @given(
     st.sampled_from(["s"] * 3 + list(KINDS)),
     HISTORY,

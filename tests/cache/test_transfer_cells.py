@@ -113,7 +113,7 @@ def give(naive: NaiveCache, taken: Sequence[Taken], seq_ids: Sequence[int], shif
         )
 
 
-@examples(150)
+@examples(75)
 @given(
     st.lists(OPS, max_size=8),
     st.lists(OPS, max_size=6),

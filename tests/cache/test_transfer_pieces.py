@@ -50,7 +50,7 @@ CACHES: dict[str, tuple[Make, tuple[int, ...]]] = {
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@examples(80)
+@examples(40)
 @given(
     st.sampled_from(sorted(CACHES)), LENGTHS, st.booleans(), st.sampled_from([0, 2]), st.booleans()
 )

@@ -89,7 +89,7 @@ def state(duel: SlidingDuel) -> tuple[object, ...]:
     return (*duel.state(), *(kept.of(seq) for seq in range(N_SEQ)))
 
 
-@examples(80)
+@examples(40)
 @given(
     st.integers(1, 4),
     st.sampled_from([0, 1, 20]),

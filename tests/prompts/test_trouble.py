@@ -350,8 +350,9 @@ def expected(context: Context, seeds: Sequence[int]) -> dict[int, Float32Array]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["llama-dense", "gemma3-dense", "jamba-dense"])
-@pytest.mark.parametrize("n_contexts", [1, 2])
+@pytest.mark.parametrize(
+    ("arch", "n_contexts"), [("llama-dense", 1), ("gemma3-dense", 2), ("jamba-dense", 2)]
+)
 @pytest.mark.alone
 def test_threads_share_a_store(shared: Path, arch: str, n_contexts: int) -> None:
     """With a context each, or with one for both; texts never get mixed."""

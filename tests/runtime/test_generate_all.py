@@ -12,6 +12,7 @@ import pytest
 import kvcellar
 from kvcellar.errors import CacheFull, OptionError, SequenceBusy
 from kvcellar.runtime.context import Context
+from kvcellar.runtime.options import ContextShift
 from kvcellar.runtime.sequence import Sequence
 from kvcellar.runtime.together import generate_all, stream_all
 from tests.runtime.archs import F32, opened
@@ -128,6 +129,33 @@ def test_what_was_generated_stays_where_the_cache_is_full(context: Context) -> N
     assert context.cache.n_free() == 0
     assert len(results[0].ids) >= len(results[1].ids) >= len(results[2].ids) > 0
     context.cache.check()
+
+
+def test_each_makes_room_for_itself(context: Context) -> None:
+    """All of them together need more cells than there are for any one of them."""
+    sequences = prompted(context, 3)
+    each = [{"shift": ContextShift(discard=4)}] * 3
+    results = generate_all(sequences, 40, each=each, temperature=1.0, seed=5)
+    assert [(len(one.ids), one.finish_reason) for one in results] == [(40, "length")] * 3
+    assert sum(map(len, sequences)) <= 64 + 3  # the last tokens are pending
+    mixed = [{"shift": ContextShift(discard=4)}, {}, {}]
+    again = generate_all(sequences, 30, each=mixed, temperature=1.0, seed=5)
+    assert again[0].finish_reason == "length"
+    assert {again[1].finish_reason, again[2].finish_reason} == {"cache_full"}
+    context.cache.check()
+
+
+def test_reasons_are_told_as_they_come(context: Context) -> None:
+    sequences = prompted(context, 2)
+    reasons = []
+    for _, _ in stream_all(sequences, each=[{"max_tokens": 1}, {"max_tokens": 3}]):
+        reasons.append([one.finish_reason for one in sequences])
+    assert reasons == [
+        ["length", None],
+        ["length", None],
+        ["length", None],
+        ["length", "length"],
+    ]
 
 
 def test_an_error_leaves_what_was_generated(context: Context) -> None:

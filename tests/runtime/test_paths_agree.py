@@ -140,7 +140,7 @@ def _batch(seed: int, counts: tuple[int, ...]) -> Batch:
 
 
 @pytest.mark.slow
-@examples(15)
+@examples(8)
 @example(steps=MAGNIFIED)
 @given(steps=STEPS)
 def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]) -> None:
@@ -156,7 +156,7 @@ def test_after_any_history(contexts: tuple[str, list[Context]], steps: list[Any]
 
 
 @pytest.mark.slow
-@examples(15)
+@examples(8)
 @given(n=st.integers(1, 90), seed=st.integers(0, 99))
 def test_where_cells_lie_changes_no_bit(
     contexts: tuple[str, list[Context]], n: int, seed: int

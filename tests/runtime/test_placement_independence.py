@@ -16,15 +16,13 @@ from kvcellar.testing.golden import nmse
 from kvcellar.types import Float32Array
 from tests.runtime.helpers import attention
 
-pytestmark = pytest.mark.alone
-
 PROMPT = [7, 99, 3, 64, 12, 12, 40, 1, 77, 5, 23, 118]
 ROUNDING = 1e-6
 
 
 @pytest.fixture(scope="module")
 def model(shared: Path) -> Iterator[Model]:
-    with Model.from_gguf(shared / "models" / "llama-dense.gguf", n_threads=2) as loaded:
+    with Model.from_gguf(shared / "models" / "llama-dense.gguf", n_threads=1) as loaded:
         yield loaded
 
 
@@ -166,8 +164,13 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "n_threads"),
+    [
+        *((way, 1) for way in WAYS),
+        *(pytest.param(way, 2, marks=pytest.mark.alone) for way in ("kernel", "flash")),
+    ],
+)
 def test_after_a_load_logits_are_as_documented(
     shared: Path, tmp_path: Path, way: str, n_threads: int
 ) -> None:

@@ -17,7 +17,7 @@ DAEMON = """
 import sys, threading, time
 from kvcellar import Model
 
-model = Model.from_gguf(sys.argv[1], n_threads=2, backend=sys.argv[2])
+model = Model.from_gguf(sys.argv[1], n_threads=int(sys.argv[4]), backend=sys.argv[2])
 context = model.context(n_ctx=256, n_ubatch=16)
 begun = threading.Event()
 
@@ -92,17 +92,25 @@ def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05, 0.2])
-@pytest.mark.parametrize("backend", ["ggml", "numpy"])
-def test_python_ends_while_a_daemon_thread_decodes(path: Path, backend: str, delay: float) -> None:
-    result = run(DAEMON, path, backend, delay)
+@pytest.mark.parametrize(
+    ("backend", "n_threads", "delay"),
+    [
+        *(("ggml", 1, delay) for delay in (0.0, 0.01, 0.2)),
+        ("ggml", 2, 0.05),
+        *(("numpy", 1, delay) for delay in (0.0, 0.05)),
+    ],
+)
+def test_python_ends_while_a_daemon_thread_decodes(
+    path: Path, backend: str, n_threads: int, delay: float
+) -> None:
+    result = run(DAEMON, path, backend, delay, n_threads)
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_AS")
 def test_little_memory_is_an_error_and_no_signal(path: Path) -> None:
     found = set()
-    for mib in (1, 4, 16, 32, 48, 64, 80, 96, 112, 128, 160, 200, 256, 512, 2048):
+    for mib in (1, 16, 48, 80, 112, 160, 256, 2048):
         result = run(SHORT, path, mib)
         assert result.returncode == 0, (mib, result.returncode, result.stderr[-300:])
         found.add(result.stdout.strip())

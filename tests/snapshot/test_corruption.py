@@ -292,7 +292,7 @@ def test_a_context_is_as_before_or_has_what_was_saved(context: Context, tmp_path
     saved = from_arrays(read_file(path))
     rng, outcomes = np.random.default_rng(3), {True: 0, False: 0}
     damages = [damage for damage, _ in DAMAGES.values()]
-    for i in range(450):
+    for i in range(225):
         path.write_bytes(damages[i % len(damages)](rng, data))
         try:
             loaded = context.load_all(path)
@@ -310,8 +310,8 @@ def test_a_context_is_as_before_or_has_what_was_saved(context: Context, tmp_path
         for one in loaded:
             one.close()
         context.cache.check()
-    assert outcomes[True] > 20
-    assert outcomes[False] > 200
+    assert outcomes[True] > 10
+    assert outcomes[False] > 100
 
 
 # -- forged files: their hashes are right, and still nothing may break
@@ -376,7 +376,7 @@ def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
     context.save(path, context.sequences[:1])
     saved, before = from_arrays(read_file(path)), seen(context)
     rng, outcomes = np.random.default_rng(4), {True: 0, False: 0}
-    for i in range(800):
+    for i in range(400):
         path.write_bytes(forge(rng, saved))
         more: Any = [{}, {"convert": True}, {"start": 1}, {"stop": 3}, {"positions": 7}][i % 5]
         try:
@@ -390,8 +390,8 @@ def test_a_forged_file_breaks_nothing(context: Context, tmp_path: Path) -> None:
         context.cache.check()
         loaded.close()
         assert seen(context) == before
-    assert outcomes[True] > 50
-    assert outcomes[False] > 200
+    assert outcomes[True] > 25
+    assert outcomes[False] > 100
 
 
 @pytest.mark.slow

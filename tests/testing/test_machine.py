@@ -12,13 +12,13 @@ from tests.cache.stores import SETUPS
 from tests.profiles import examples
 
 TestAttentionCache = AttentionMachine.TestCase
-TestAttentionCache.settings = examples(250, steps=40, derandomize=True)
+TestAttentionCache.settings = examples(120, steps=40, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_real_bytes_agree_too(setup: Setup) -> None:
-    few = examples(30, steps=40, derandomize=True)
+    few = examples(15, steps=40, derandomize=True)
     run_state_machine_as_test(machine_over(setup), settings=few)
 
 

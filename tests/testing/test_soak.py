@@ -16,7 +16,7 @@ from kvcellar.testing.signs import MIXED, Setup
 from kvcellar.types import CacheSpec, KVType
 from tests.cache.stores import MAKERS, MakeStore
 
-STEPS = 4000
+STEPS = 1500
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def pieces(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
     return [tokenizer.vocab.tokens[i] for i in ids]
 
 
-@examples(300)
+@examples(150)
 @given(text=st.text("ab é\n<0x41>_日", max_size=25))
 def test_gemma4_merges_lines(text: str) -> None:
     tokenizer = Tokenizer.from_metadata(make())

@@ -27,7 +27,7 @@ def tokenizers(bpe: Maker, spm: Maker) -> list[Tokenizer]:
     ]
 
 
-@examples(300)
+@examples(150)
 @given(
     which=st.integers(0, 2),
     ids=st.lists(st.integers(0, 259), max_size=40),

@@ -15,7 +15,7 @@ from tests.profiles import examples
 PIECES = st.sets(st.text("ab▁", min_size=1, max_size=6), max_size=30)
 
 
-@examples(300)
+@examples(150)
 @given(pieces=PIECES, text=st.text("ab▁c", max_size=20))
 def test_all_pieces_at_a_place_are_found_longest_first(pieces: set[str], text: str) -> None:
     ids = {piece: i for i, piece in enumerate(sorted(pieces, key=hash))}
@@ -41,7 +41,7 @@ def test_pieces_without_end_are_refused() -> None:
         PieceIndex({"a": 3, "a" * (MAX_PIECE + 1): 7})
 
 
-@examples(300)
+@examples(150)
 @given(pieces=PIECES, text=st.text("ab▁c", max_size=30))
 def test_words_are_cut_where_no_piece_spans(pieces: set[str], text: str) -> None:
     words: list[str] = []

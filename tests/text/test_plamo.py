@@ -59,7 +59,7 @@ PIECES = st.dictionaries(
 )
 
 
-@examples(300)
+@examples(150)
 @given(pieces=PIECES, text=st.text("ab 日é", max_size=12))
 def test_pieces_cost_the_least(pieces: dict[str, float], text: str) -> None:
     tokenizer = Tokenizer.from_metadata(make(pieces))

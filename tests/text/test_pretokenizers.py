@@ -106,7 +106,7 @@ def _by_pattern(text: str, *patterns: str) -> list[str]:
     return [text[begin:end] for _, (begin, end) in cutter.pre_tokenize_str(text)]
 
 
-@examples(300)
+@examples(150)
 @given(DIGITS)
 def test_digits_are_grouped_as_the_models_patterns_say(text: str) -> None:
     numbers = r"\p{N}+"

@@ -65,7 +65,7 @@ _LOGITS = st.lists(
 )
 
 
-@examples(300)
+@examples(150)
 @given(
     logits=_LOGITS,
     data=st.data(),

@@ -38,7 +38,7 @@ _PIECES = st.dictionaries(
 )
 
 
-@examples(300)
+@examples(150)
 @given(pieces=_PIECES, texts=st.lists(st.text("ab> é", max_size=25), min_size=1, max_size=4))
 def test_tokens_are_those_of_the_definition(
     spm: Maker, pieces: dict[str, float], texts: list[str]

@@ -32,7 +32,7 @@ def make(spm: Maker, pieces: Mapping[str, float], **extra: object) -> dict[str, 
     return made | {"tokenizer.ggml.model": "t5"}
 
 
-@examples(300)
+@examples(150)
 @given(pieces=PIECES, text=st.text("ab▁c", min_size=1, max_size=14))
 def test_pieces_have_the_best_sum_of_scores(
     spm: Maker, pieces: dict[str, float], text: str
@@ -150,7 +150,7 @@ def charsmap_of(replacements: Mapping[str, str]) -> Charsmap:
     return Charsmap.from_metadata({MAP_KEY: blob})
 
 
-@examples(300)
+@examples(150)
 @given(replacements=REPLACEMENTS, text=st.text("ae\u0301ﬁ \t日z", max_size=20))
 def test_the_longest_key_is_replaced(replacements: dict[str, str], text: str) -> None:
     found = charsmap_of(replacements).normalize(text)
@@ -164,7 +164,7 @@ def test_text_is_normalised_before_it_is_spelled(spm: Maker) -> None:
     assert tokenizer.decode(tokenizer.encode("ﬁ\te\u0301é", add_special=False)) == "fi éé"
 
 
-@examples(300)
+@examples(150)
 @given(data=st.binary(max_size=200), size=st.integers(0, 200), text=st.text(max_size=10))
 def test_damaged_maps_are_refused_or_harmless(data: bytes, size: int, text: str) -> None:
     blob = size.to_bytes(4, "little") + data

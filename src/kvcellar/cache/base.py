@@ -7,8 +7,8 @@ batch is placed and neither committed nor released, a cache can neither be edite
 one; while a transaction is open, it cannot be resized.
 
 Transactions nest: what an inner one commits, the outer one can still take back. Ending an outer one
-by a rollback ends those within it; it cannot be committed while one is open. One that nobody refers
-to any more, as its block ended where it could not be ended itself, is rolled back.
+by a rollback ends those within it; it cannot be committed while one is open. One that nobody can
+end any more, as its block ended where it could not be ended itself, is rolled back.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias
-from weakref import ReferenceType, ref
 
 import numpy as np
 
 from kvcellar.batch import Batch, MicroBatch, Rows, micro_batches, split_equal, split_simple
-from kvcellar.cache.changes import Changes, Remember, Undo, atomic, forward
+from kvcellar.cache.changes import Changes, Handle, Lasting, Leave, Remember, Undo, atomic, forward
 from kvcellar.cache.content import SequenceData
 from kvcellar.cache.placement import CellPart, OpenBatch, Placement
 from kvcellar.cache.state_placement import StatePlacement
@@ -274,8 +273,7 @@ class Cache(ABC):
         """What happens from here on can be taken back; see :class:`Transaction`."""
         self.require_idle()
         savepoint = self._begin(self._watchers)
-        transaction = Transaction(savepoint)
-        savepoint.holder = ref(transaction)
+        transaction = Transaction(savepoint, savepoint.grip())
         self.changes.lasting.append(savepoint)
         return transaction
 
@@ -343,8 +341,7 @@ class Cache(ABC):
         """Take what microbatches need that were checked, or raise and take nothing."""
         groups, states = self._take(micros)
         batch = OpenBatch(self.changes, micros, groups, states)
-        placement = Placement(batch)
-        batch.holder = ref(placement)
+        placement = Placement(batch, batch.grip())
         self.changes.lasting.append(batch)
         return placement
 
@@ -383,7 +380,7 @@ class Cache(ABC):
         """Resize the rows to ``size`` cells and update ``spec``."""
 
 
-class Transaction:
+class Transaction(Handle["Transaction"]):
     """What happens to a cache from here on, to be kept or taken back.
 
     As a context manager it commits when the block ends, and rolls back when it ends by an
@@ -392,7 +389,8 @@ class Transaction:
 
     __reduce_ex__ = not_copied("a transaction", "open another within it with cache.transaction()")
 
-    def __init__(self, savepoint: Savepoint) -> None:
+    def __init__(self, savepoint: Savepoint, grip: Leave | None = None) -> None:
+        super().__init__(savepoint, grip)
         self._savepoint = savepoint
 
     @property
@@ -420,29 +418,8 @@ class Transaction:
             raise CacheError("this transaction is committed and cannot be taken back")
         self._savepoint.take_back()
 
-    def __enter__(self) -> Transaction:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self.is_open:
-            return
-        if kind is not None:
-            self.rollback()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            if self.is_open:
-                self.rollback()
-            raise
-
-
-class Savepoint(ABC):
+class Savepoint(Lasting[Transaction]):
     """What a transaction takes back, and what is kept for that.
 
     Args:
@@ -451,11 +428,8 @@ class Savepoint(ABC):
         watchers: those outside of the cache that take part.
 
     Attributes:
-        holder: the transaction that ends it; None: that of the whole cache does.
         state: "open", "committed" or "rolled back".
     """
-
-    holder: ReferenceType[Transaction] | None = None
 
     def __init__(
         self, cache: Cache, nest: Sequence[Savepoint], watchers: Sequence[Remember]
@@ -470,10 +444,28 @@ class Savepoint(ABC):
         """Those of the cache."""
         return self._cache.changes
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether nobody can end it any more."""
-        return self.holder is not None and self.holder() is None
+    def handle(self) -> Transaction:
+        """Return a transaction that ends it."""
+        return Transaction(self)
+
+    def leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,  # noqa: ARG002
+        traceback: TracebackType | None = None,  # noqa: ARG002
+    ) -> None:
+        """Commit it, or roll it back if the block ended by an exception or it cannot be."""
+        if self.state != "open":
+            return
+        if kind is not None:
+            self.take_back()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            if self.state == "open":
+                self.take_back()
+            raise
 
     @atomic
     def commit(self) -> None:
@@ -510,7 +502,7 @@ class Savepoint(ABC):
 
     # -- what each kind does
 
-    def _keep(self) -> None:  # noqa: B027
+    def _keep(self) -> None:
         """Do what has to be done before it counts as committed: nothing, for most."""
 
     @abstractmethod

@@ -15,14 +15,27 @@ that would clean up begins or ends. So nothing relies on code that cleans up:
    filled before it ends, unless they have been kept; zeroing comes afterwards.
 
 Calls within a change are part of it. A batch that is being decoded and a transaction outlive the
-call that began them; they end by themselves when nobody refers to them any more.
+call that began them; they end by themselves when nobody can end them any more: when their handle
+is gone, or the ``with`` block that was to end them, whatever a traceback keeps (:class:`Handle`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from operator import attrgetter
+from types import TracebackType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 from weakref import ReferenceType, ref
 
 Undo: TypeAlias = Callable[[], None]
@@ -33,15 +46,88 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Abandonable(Protocol):
-    """What outlives the call that began it."""
+H = TypeVar("H", bound="Handle[Any]", covariant=True)
+
+
+class Lasting(ABC, Generic[H]):
+    """What outlives the call that began it, until its handle ends it or nobody can any more."""
+
+    _grip: ReferenceType[Leave] | None = None  # None: what it is a part of ends it
 
     @property
     def is_abandoned(self) -> bool:
         """Whether nobody can end it any more."""
+        return self._grip is not None and self._grip() is None
 
+    def grip(self) -> Leave:
+        """Return what it lasts as long as."""
+        leave: Leave = self.leave  # a bound method, another one each time
+        self._grip = ref(leave)
+        return leave
+
+    @abstractmethod
     def take_back(self) -> None:
         """Take back what happened since it began."""
+
+    @abstractmethod
+    def handle(self) -> H:
+        """Return a handle that ends it, but has no grip on it: a ``with`` block has."""
+
+    @abstractmethod
+    def leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """End it as a ``with`` block ends, with an exception or without."""
+
+
+Leave: TypeAlias = Callable[
+    ["type[BaseException] | None", "BaseException | None", "TracebackType | None"], None
+]
+
+
+class _Delegated(property):
+    """A special method that is an attribute of the instance, so not bound to it; read in C."""
+
+    def __call__(self, handle: object, *args: object) -> object:
+        """Call it as a method of the class, as `contextlib.ExitStack` does."""
+        return attrgetter(self.name)(handle)(*args)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(attrgetter(name))
+        self.name = name
+
+
+class Handle(Generic[H]):
+    """What users have of something lasting: a batch that is placed, or a transaction.
+
+    An exception leaves its traceback behind, and that keeps the variables of each function it went
+    through, for as long as anyone keeps it: a handle among them says nothing about whether somebody
+    can still use it. What a ``with`` statement itself holds of its block, a bound ``__exit__``,
+    goes whenever the block is left. So that one is the grip, and it is all that has one:
+    ``__enter__`` returns another handle, and neither method has the first one among its variables.
+    Only ``handle = …; with handle:`` leaves it in a variable.
+    """
+
+    def __init__(self, lasting: Lasting[H], grip: Leave | None = None) -> None:
+        self._enter: Callable[[], H] = lasting.handle
+        self._leave: Leave = lasting.leave if grip is None else grip
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> H: ...
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+    else:
+        __enter__ = _Delegated("_enter")
+        __exit__ = _Delegated("_leave")
 
 
 class Changes:
@@ -54,7 +140,7 @@ class Changes:
 
     def __init__(self) -> None:
         self.log: list[Callable[[], object]] = []
-        self.lasting: list[Abandonable] = []
+        self.lasting: list[Lasting[Any]] = []
         self._participants: list[Remember] = [self._remember_lasting]
         self._note: _Note | None = None
 
@@ -132,7 +218,7 @@ class Changes:
     # -- steps
 
     def _run(self, forward: Callable[[], object] | None, step: Callable[[], R]) -> R:
-        call = _Call()
+        call, result = _Call(), None
         try:
             self.log.clear()
             undos = [remember() for remember in self._participants]
@@ -143,7 +229,7 @@ class Changes:
             for follow in note.afterwards:
                 follow()
         except BaseException:
-            del call  # it has ended, though a traceback may keep this frame
+            del call, result  # it has ended, though a traceback may keep this frame
             self._take_back()
             raise
         return result

@@ -11,12 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from weakref import ReferenceType
 
 import numpy as np
 
 from kvcellar.batch import MicroBatch
-from kvcellar.cache.changes import Changes, atomic, forward
+from kvcellar.cache.changes import Changes, Handle, Lasting, Leave, atomic, forward
 from kvcellar.cache.state_placement import StatePlacement
 from kvcellar.cells import CellTable, padded_n_kv
 from kvcellar.cellsets import unpack_owners
@@ -27,11 +26,11 @@ from kvcellar.types import Float16Array, Int64Array, OwnerBits
 _CHUNK = 2048
 
 
-class Placement:
+class Placement(Handle["Placement"]):
     """The cells and rows that a batch takes, from ``place`` until ``commit`` or ``release``.
 
     As a context manager it commits when every plan has been taken and the block ends without an
-    error, and releases otherwise. One that nobody refers to any more is released::
+    error, and releases otherwise. One that nobody can end any more is released::
 
         with cache.place(batch, n_ubatch) as placement:
             for plan in placement.plans():
@@ -40,12 +39,12 @@ class Placement:
 
     __reduce_ex__ = not_copied("a placement", "commit or release it, and place the batch again")
 
-    def __init__(self, batch: OpenBatch) -> None:
+    def __init__(self, batch: OpenBatch, grip: Leave | None = None) -> None:
+        super().__init__(batch, grip)
         self._batch = batch
         self.micros = batch.micros
         self.groups = batch.groups
         self.states = batch.states
-        self._taken = 0
 
     @property
     def is_open(self) -> bool:
@@ -68,9 +67,9 @@ class Placement:
             lists: for each group, whether its tokens get lists of cells, not a mask; the groups
                 that none is said for get masks.
         """
-        for i in range(self._taken, len(self.micros)):
+        for i in range(self._batch.n_planned, len(self.micros)):
             plan = self._batch.plan(i, mask_buffer, lists)
-            self._taken = i + 1
+            self._batch.n_planned = i + 1
             yield plan
 
     def commit(self) -> None:
@@ -82,22 +81,8 @@ class Placement:
         if self._batch.is_open:
             self._batch.take_back()
 
-    def __enter__(self) -> Placement:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None and self._taken == len(self.micros) and self.is_open:
-            self.commit()
-        else:
-            self.release()
-
-
-class OpenBatch:
+class OpenBatch(Lasting[Placement]):
     """What the cache knows of a batch that is placed and neither committed nor released.
 
     Args:
@@ -107,7 +92,7 @@ class OpenBatch:
         states: what it has of the states.
 
     Attributes:
-        holder: whoever can end it.
+        n_planned: how many microbatches have had their plan taken.
     """
 
     def __init__(
@@ -121,7 +106,7 @@ class OpenBatch:
         self.micros = tuple(micros)
         self.groups = tuple(groups)
         self.states = states
-        self.holder: ReferenceType[Placement] | None = None
+        self.n_planned = 0
         self._parts: list[CellPart | StatePlacement] = [*self.groups]
         if states is not None:
             self._parts.append(states)
@@ -131,10 +116,23 @@ class OpenBatch:
         """Whether it can still be committed or released."""
         return self in self.changes.lasting
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether nobody can end it any more."""
-        return self.holder is not None and self.holder() is None
+    def handle(self) -> Placement:
+        """Return a placement that ends it."""
+        return Placement(self)
+
+    def leave(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,  # noqa: ARG002
+        traceback: TracebackType | None = None,  # noqa: ARG002
+    ) -> None:
+        """Commit it if every plan has been taken without an exception; release it otherwise."""
+        if not self.is_open:
+            return
+        if kind is None and self.n_planned == len(self.micros):
+            self.commit()
+        else:
+            self.take_back()
 
     @atomic
     def plan(self, i: int, mask_buffer: Float16Array | None, lists: Sequence[bool]) -> Plan:

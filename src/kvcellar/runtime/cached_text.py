@@ -263,15 +263,17 @@ class CachedText:
     def _n_computed(self) -> int:
         return len(self.tokens) + len(self.state.pending.places)
 
-    def span_to_discard(self, n_max: int, shift: ContextShift) -> tuple[int, int] | None:
+    def span_to_discard(
+        self, n_max: int, shift: ContextShift, reserved: int = 0
+    ) -> tuple[int, int] | None:
         """Return what to discard for pending tokens to fit at positions below n_max; None: they do.
 
-        One shift may not be enough.
+        One shift may not be enough. Of the free cells, ``reserved`` are for others.
 
         Raises:
             CacheFull: it would free no cell.
         """
-        pending, free = self.state.pending, self.cache.n_free()
+        pending, free = self.state.pending, self.cache.n_free() - reserved
         n_pending = len(pending)
         if n_pending == 0 or self._n_computed < 2:
             return None

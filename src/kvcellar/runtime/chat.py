@@ -156,7 +156,7 @@ class Chat:
         self._turns: tuple[Turn, ...] = ()
         self._open: _OpenTurn | None = None
         self._stream: Generator[str, None, None] | None = None
-        self._tools = None if tools is None else list(check_kind("tools", tools, list, tuple))
+        self._tools = _check_tools(tools)
         self._variables = dict(check_kind("variables", variables or {}, dict))
         self._parse_special = check_bool("parse_special", parse_special)
         check_choice("when_full", when_full, ("grow", "drop", "refuse"))
@@ -364,7 +364,9 @@ class Chat:
         )
 
     def close(self) -> None:
-        """Free the sequence; closing twice is fine."""
+        """Free the sequence; what was said can still be read. Closing twice is fine."""
+        if not self.sequence.is_closed:
+            self._settle()
         self.sequence.close()
 
     def __enter__(self) -> Chat:
@@ -609,6 +611,16 @@ class _Sampling:
         return merge_options(self._options if options is None else options, dict(sampling))
 
 
+def _check_tools(tools: object) -> list[Mapping[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise OptionError(
+            f"tools={shown(tools)}: give a list of mappings, as OpenAI's API has them"
+        )
+    return list(tools)
+
+
 def turns_text(n: int) -> str:
     """Return so many turns in words."""
     return "turn of the chat" if n == 1 else f"{n} turns of the chat"
@@ -677,6 +689,7 @@ def _read_note(path: Path) -> _Saved:
         for name, kind in (("system", str), ("tools", list), ("variables", dict)):
             if options[name] is not None and not isinstance(options[name], kind):
                 raise SnapshotFileError(f"the conversation in {path} is damaged: {name}")
+        _check_tools(options["tools"])
         check_text("template", options["template"])
         return _Saved(options, turns, dropped)
     except (KVCellarError, ValueError, TypeError, LookupError, RecursionError) as error:

@@ -40,7 +40,7 @@ from kvcellar.runtime.stopping import (
     StopMatcher,
     checked_stop_tokens,
     checked_stops,
-    spelled_tokens,
+    control_stop_ids,
 )
 from kvcellar.text.constraint import Constraint
 from kvcellar.text.grammar import Grammar
@@ -116,7 +116,7 @@ class Generation:
         self._sampler = _sampler(asked, sampling, self._tokenizer)
         self.seed = self._sampler.seed
         if self._tokenizer.has_text:
-            self._stop_string_ids = spelled_tokens(self._tokenizer, stops)
+            self._stop_string_ids = control_stop_ids(self._tokenizer, stops)
             self._detokenizer = self._tokenizer.detokenizer()
         elif stops:
             raise OptionError(
@@ -128,9 +128,9 @@ class Generation:
         self.tokens: list[Token] = []
         self.finish_reason: FinishReason | None = None
         self._shown: list[str] = []
-        self._n_prompt = self._n_computed = 0
+        self._n_prompt, self._n_computed = len(sequence), 0
         self._prompt_seconds = 0.0
-        self._begin = perf_counter()
+        self._begin = self._end_time = perf_counter()
         self._n_discarded = 0
         sequence.finish_reason = None
         if self._limit == 0:
@@ -167,11 +167,18 @@ class Generation:
         """Let the sequence tell why it ended."""
         self.sequence.finish_reason = self.finish_reason
 
-    def make_room(self) -> None:
-        """Shift the context if that was asked for and has to be."""
+    def make_room(self, reserved: int = 0) -> None:
+        """Shift the context if that was asked for and has to be.
+
+        Args:
+            reserved: how many of the free cells are for others.
+
+        Raises:
+            CacheFull: that would free no cell.
+        """
         if self._shift is not None:
             before = len(self.sequence)
-            self.sequence.make_room(self._shift)
+            self.sequence.make_room(self._shift, reserved)
             self._n_discarded += before - len(self.sequence)
 
     def computed(self, n_tokens: int, n_prompt: int, seconds: float) -> None:
@@ -184,6 +191,7 @@ class Generation:
         """
         self._n_computed, self._n_prompt, self._prompt_seconds = n_tokens, n_prompt, seconds
         self._begin = perf_counter()
+        self._end_time = max(self._begin, self._end_time)
 
     def end_full(self) -> None:
         """End because no cell is free; what was generated stays."""
@@ -199,7 +207,7 @@ class Generation:
     def result(self, text: str) -> Result:
         """Return what it gave, once it has ended, with the text that was taken."""
         tokens = tuple(self.tokens)
-        seconds = perf_counter() - self._begin
+        seconds = self._end_time - self._begin
         return Result(
             text if self._tokenizer.has_text else None,
             tuple(token.id for token in tokens),
@@ -291,6 +299,7 @@ class Generation:
 
     def _end(self, reason: FinishReason) -> None:
         """End; what was held back may be shown, up to a stop string that is complete."""
+        self._end_time = perf_counter()
         self._shown.append(self._matcher.finish())
         self.finish_reason = "stop_string" if self._matcher.stopped else reason
 

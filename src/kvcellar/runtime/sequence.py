@@ -604,24 +604,29 @@ class Sequence:
         return stop - start
 
     @changing
-    def make_room(self, shift: ContextShift) -> None:
+    def make_room(self, shift: ContextShift, reserved: int = 0) -> None:
         """Shift the context until pending tokens fit, as :meth:`stream` does with ``shift``.
+
+        Args:
+            shift: what to discard.
+            reserved: how many of the free cells are for others.
 
         Raises:
             CacheFull: a shift would free no cell, because others share them.
         """
         check_kind("shift", shift, ContextShift)
         cache, seq_id = self.context.cache, self.seq_id
-        if len(self._state.pending) > cache.n_free():
+        check_range("reserved", reserved, 0, MAX_POSITION)
+        if len(self._state.pending) > cache.n_free() - reserved:
             self.context.reclaim()
         n_max = min(cache.spec.size, self.context.model.spec.n_ctx_train)
-        pending = self._state.pending
-        while len(pending) > cache.n_free() or pending.end(cache.seq_pos_max(seq_id) + 1) > n_max:
+        pending, end = self._state.pending, cache.seq_pos_max(seq_id) + 1
+        while len(pending) > cache.n_free() - reserved or pending.end(end) > n_max:
             text = self._fetch()
-            if (span := text.span_to_discard(n_max, shift)) is None:
+            if (span := text.span_to_discard(n_max, shift, reserved)) is None:
                 break
             self._state = text.remove(*span, "close")
-            pending = self._state.pending
+            pending, end = self._state.pending, cache.seq_pos_max(seq_id) + 1
 
     @changing
     def self_extend(self: S, group: int, width: int) -> S:

@@ -103,7 +103,7 @@ def checked_stop_tokens(tokens: object, n_vocab: int) -> frozenset[int]:
     return frozenset(check_range("a stop token", token, 0, n_vocab - 1) for token in ids)
 
 
-def spelled_tokens(tokenizer: Tokenizer, stops: Iterable[str]) -> frozenset[int]:
+def control_stop_ids(tokenizer: Tokenizer, stops: Iterable[str]) -> frozenset[int]:
     """Return the control tokens that stop strings spell; text leaves them out, so none is found."""
     found = set()
     for stop in stops:

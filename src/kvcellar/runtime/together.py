@@ -64,6 +64,7 @@ class Generations:
             for place, generation in active:
                 token = generation.step()
                 self._texts[place] += generation.take_text()
+                generation.publish()
                 if token is not None:
                     yield SequenceToken(place, token)
         for generation in self.each:
@@ -79,8 +80,7 @@ class Generations:
 
         Where there is not room for all, the last ones end.
         """
-        for _, one in active:
-            one.make_room()
+        active = self._with_room(active)
         while active:
             try:
                 counts = self._context.compute([one.sequence for _, one in active])
@@ -95,6 +95,19 @@ class Generations:
             return active
         return active
 
+    def _with_room(self, active: list[tuple[int, Generation]]) -> list[tuple[int, Generation]]:
+        """Shift contexts, where that was asked for, until all fit; return those that go on."""
+        fitting, reserved = [], 0
+        for place, generation in active:
+            try:
+                generation.make_room(reserved)
+            except CacheFull:
+                generation.end_full()
+                continue
+            fitting.append((place, generation))
+            reserved += len(generation.sequence.held.state.pending)
+        return fitting
+
 
 def generate_all(
     sequences: Iterable[Sequence],
@@ -106,9 +119,9 @@ def generate_all(
     """Generate onto several sequences of a context, a batch a step; return a result for each.
 
     With the same seeds the results are those of :meth:`Sequence.complete` for one after the other.
-    A sequence that ends leaves the batch. If there is not a free cell for all that go on, the last
-    of them end with ``finish_reason`` "cache_full". After any other error, and Ctrl-C, each
-    sequence has what was generated onto it.
+    A sequence that ends leaves the batch. If there is not a free cell for all that go on, those
+    with ``shift`` discard, and the last of the others end with ``finish_reason`` "cache_full".
+    After any other error, and Ctrl-C, each sequence has what was generated onto it.
 
     Args:
         sequences: they have a prompt each; what is pending is computed in the first batch.

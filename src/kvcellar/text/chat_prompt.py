@@ -14,10 +14,11 @@ that were drawn, and then nothing behind them would be what the cache holds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from kvcellar.errors import TemplateError, check_bool, check_kind
@@ -36,6 +37,7 @@ _ESCAPED = re.compile(r"\\u(d80[01]|dc0[01]|d9[0-9a-f]{2})")
 """A mark as JSON in ASCII has it."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_TEXTS = _BASE**2
+_MAX_TAIL = 64  # characters of white space that end a turn
 _END_TEST = re.compile(
     r"""\.(startswith|endswith)\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
 )
@@ -110,6 +112,16 @@ class MarkedText:
     n_before: int
     n_behind: int
 
+    def begin(self, text: str, mark: int) -> int:
+        """Return where it begins in a prompt, from where its first mark was."""
+        before = self.core[: self.n_before]
+        return mark - self.n_before if text.endswith(before, 0, mark) else mark
+
+    def end(self, text: str, mark: int) -> int:
+        """Return where it ends in a prompt, from where its second mark was."""
+        behind = self.core[len(self.core) - self.n_behind :]
+        return mark + self.n_behind if text.startswith(behind, mark) else mark
+
 
 _NOBODY = MarkedText("", TEMPLATE, False, "", 0, 0)
 
@@ -166,7 +178,9 @@ class ChatFormat:
         dialect = self._dialect(extra)
         cleaned = normalize(messages, dialect)
         numbers = _numbers(cleaned, messages)
-        text, found = self._render(cleaned, numbers, begins_answer, extra)
+        text, found = self._render(
+            cleaned, numbers, begins_answer, extra, answers or {}, strict=not parse_special
+        )
         literal = [] if parse_special else _ranges(found)
         spans = [span for span in found if span.text is not _NOBODY]
         if open_end:
@@ -190,25 +204,66 @@ class ChatFormat:
         numbers: list[int],
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
+        sampled: Collection[int],
+        *,
+        strict: bool,
     ) -> tuple[str, list[Span]]:
         """Render; return also which characters come from which text."""
         render = partial(self.template.render_with, add_generation_prompt=add_generation_prompt)
         text = render(messages, extra)
         if _SURROGATE.search(text):
             raise TemplateError("a message has a lone surrogate, which no text can contain")
-        marker = _Marker(self.tokenizer, self.template.source)
-        for around in (True, False):
-            marked = [marker.message(m, i) for m, i in zip(messages, numbers, strict=True)]
-            values = {key: marker.value(value, key, TEMPLATE) for key, value in extra.items()}
-            with suppress(TemplateError):
-                found, spans, spelled = _unmark(render(marked, values), marker.texts)
-                if found == text:
-                    spans = spans if around else _search(text, marker.texts)
-                    return text, sorted([*spans, *spelled], key=lambda span: span[:2])
-            if not marker.n_spelled:
-                break
-            marker = _Marker(self.tokenizer, self.template.source, around=False)
-        return text, _search(text, marker.texts, self.tokenizer)
+        marker = _Marker(self.tokenizer, self.template.source, sampled)
+        found, spans, spelled = self._followed(marker, messages, numbers, render, extra)
+        if found == text:
+            return text, sorted([*spans, *spelled], key=lambda span: span[:2])
+        spelled = []
+        if marker.n_spelled:
+            fewer = _Marker(self.tokenizer, self.template.source, (), around=False)
+            found, _, spelled = self._followed(fewer, messages, numbers, render, extra)
+        is_followed = found == text
+        spans = _search(text, marker.texts, self.tokenizer if strict and not is_followed else None)
+        spans = sorted([*spans, *spelled] if is_followed else spans, key=lambda span: span[:2])
+        if strict:
+            self._check_no_more(text, spans, messages, render, extra)
+        return text, spans
+
+    def _followed(
+        self,
+        marker: _Marker,
+        messages: list[dict[str, Any]],
+        numbers: list[int],
+        render: Callable[..., str],
+        extra: Mapping[str, Any],
+    ) -> tuple[str | None, list[Span], list[Span]]:
+        """Render with marks; return what :func:`_unmark` does, None if it cannot be rendered."""
+        marked = [marker.message(m, i) for m, i in zip(messages, numbers, strict=True)]
+        values = {key: marker.value(value, key, TEMPLATE) for key, value in extra.items()}
+        try:
+            return _unmark(render(marked, values), marker.texts)
+        except TemplateError:
+            return None, [], []
+
+    def _check_no_more(
+        self,
+        text: str,
+        spans: Sequence[Span],
+        messages: list[dict[str, Any]],
+        render: Callable[..., str],
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Refuse a prompt that has more tokens to be matched whole than the template writes."""
+        taken_out = {ord(char): "x" for char in self.tokenizer.first_characters()}
+        harmless = [_translated(message, taken_out) for message in messages]
+        n_own = len(self.tokenizer.spelled_tokens(render(harmless, _translated(extra, taken_out))))
+        ranges = _ranges(spans)
+        found = self.tokenizer.spelled_tokens(text)
+        n_found = sum(all(e <= begin or b >= end for begin, end in ranges) for b, e in found)
+        if n_found > n_own:
+            raise TemplateError(
+                "a message spells tokens of the model, and the chat template changes its text: "
+                "take them out, or pass parse_special=True to let them be tokens"
+            )
 
     # -- tokens
 
@@ -222,8 +277,9 @@ class ChatFormat:
     ) -> tuple[list[int], list[int]]:
         """Tokenize what stands between answers, which keep their tokens."""
         tokenizer = self.tokenizer
-        owners_at = _Owners(spans, add_generation_prompt)
-        ids, owners = self._bos(text, owners_at)
+        owners_at = _Owners(text, spans, add_generation_prompt)
+        ids: list[int] = []
+        owners: list[int] = []
         done = 0
         last: list[int] = []
         for begin, end, message, sampled in [*answers, (len(text), len(text), TEMPLATE, ())]:
@@ -235,25 +291,19 @@ class ChatFormat:
                 literal=[(b, e) for b, e in ranges if b < e],
             )
             for run in runs:
-                for token, place in zip(run.ids, self._places(text[done:begin], run), strict=True):
-                    is_whole = len(run.ids) == 1 and tokenizer.is_matched_whole(token)
-                    ids.append(token)
-                    owners.append(owners_at(done + place, is_whole))
+                is_whole = len(run.ids) == 1 and tokenizer.is_matched_whole(run.ids[0])
+                ends = done + run.end if is_whole else None
+                places = self._places(text[done:begin], run)
+                owners += [owners_at(done + place, ends) for place in places]
+                ids += run.ids
             ids += sampled
             owners += [message] * len(sampled)
             owners_at.passed(end)
             last, done = ids[-1:], end
+        bos = tokenizer.bos_id
+        if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:  # the template may write it
+            return [bos, *ids], [owners_at.first, *owners]
         return ids, owners
-
-    def _bos(self, text: str, owner_at: _Owners) -> tuple[list[int], list[int]]:
-        """Return what begins a text by itself: BOS, unless the template writes it."""
-        bos = self.tokenizer.bos_id
-        if not self.tokenizer.add_bos or bos is None:
-            return [], []
-        spelled = self.tokenizer.vocab.tokens[bos]
-        if spelled and text.startswith(spelled):
-            return [], []
-        return [bos], [owner_at.first]
 
     def _places(self, text: str, run: Any) -> list[int]:
         """Return about where in a text each token of a run begins, by the bytes that it stands for.
@@ -263,20 +313,15 @@ class ChatFormat:
         """
         if len(run.ids) == 1:
             return [run.begin]
+        part = text[run.begin : run.end]
         sizes = [len(self.tokenizer.token_bytes(token)) for token in run.ids]
-        size = len(text[run.begin : run.end].encode())
-        scale = size / (sum(sizes) or 1)
-        ends, n_bytes = [], 0
-        for char in text[run.begin : run.end]:
-            n_bytes += len(char.encode())
-            ends.append(n_bytes)
-        places, at, i = [], 0, 0
-        for n in sizes:
-            while i < len(ends) - 1 and ends[i] <= at * scale:
-                i += 1
-            places.append(run.begin + i)
-            at += n
-        return places
+        starts = list(accumulate(sizes, initial=0))
+        scale = len(part.encode()) / (starts[-1] or 1)
+        last = len(part) - 1
+        if part.isascii():
+            return [run.begin + min(int(start * scale), last) for start in starts[:-1]]
+        ends = list(accumulate(len(char.encode()) for char in part))
+        return [run.begin + min(bisect_right(ends, start * scale), last) for start in starts[:-1]]
 
 
 class _Owners:
@@ -286,10 +331,11 @@ class _Owners:
     that is matched whole and the white space behind it; the rest begins the second one's.
     """
 
-    def __init__(self, spans: Sequence[Span], add_generation_prompt: bool) -> None:
+    def __init__(self, text: str, spans: Sequence[Span], add_generation_prompt: bool) -> None:
+        self._text = text
         self._spans = [span for span in spans if span.text.message != TEMPLATE]
         self._i = 0
-        self._ended = False
+        self._tail: int | None = None  # where a turn ends that has ended
         self._last = TEMPLATE if add_generation_prompt else self._message(len(self._spans) - 1)
 
     @property
@@ -297,22 +343,23 @@ class _Owners:
         """The message that the prompt begins with."""
         return self._message(0)
 
-    def __call__(self, place: int, is_whole: bool) -> int:
-        """Return the message of the token at a place."""
+    def __call__(self, place: int, whole_end: int | None) -> int:
+        """Return the message of the token at a place, which ends there if it is matched whole."""
         self.passed(place)
         if self._i < len(self._spans) and self._spans[self._i].begin <= place:
             return self._message(self._i)
-        before = self._i - 1
-        if before >= 0 and not self._ended:
-            self._ended = is_whole
-            return self._message(before)
+        if self._i and self._tail is None and whole_end is not None:
+            rest = self._text[whole_end : whole_end + _MAX_TAIL]
+            self._tail = whole_end + len(rest) - len(rest.lstrip())
+        if self._i and (self._tail is None or place < self._tail):
+            return self._message(self._i - 1)
         return self._message(self._i) if self._i < len(self._spans) else self._last
 
     def passed(self, place: int) -> None:
         """Leave behind the texts that end before a place."""
         while self._i < len(self._spans) and self._spans[self._i].end <= place:
             self._i += 1
-            self._ended = False
+            self._tail = None
 
     def _message(self, i: int) -> int:
         return self._spans[i].text.message if 0 <= i < len(self._spans) else TEMPLATE
@@ -321,7 +368,15 @@ class _Owners:
 class _Marker:
     """Puts marks around texts; remembers which."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, *, around: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str,
+        sampled: Collection[int],
+        *,
+        around: bool = True,
+    ) -> None:
+        self._sampled = sampled if around else ()
         self.texts: list[MarkedText] = []
         self.n_spelled = 0
         self._around = around
@@ -351,20 +406,25 @@ class _Marker:
         return value
 
     def _marked(self, text: Any, name: str, number: int, key: str) -> Any:
-        if not isinstance(text, str) or not (core := text.strip()):
+        if not isinstance(text, str):
+            return text
+        is_content = name == f"messages[{number}].content"
+        core = text.strip()
+        if not core and not (is_content and number in self._sampled):
             return text
         is_said = number != TEMPLATE and key in _ALWAYS
-        if len(self.texts) == _MAX_TEXTS or not (is_said or self._tokenizer.spelled_tokens(core)):
+        if not is_said and not self._tokenizer.spelled_tokens(core):
             return text
+        if len(self.texts) == _MAX_TEXTS:
+            raise TemplateError(f"the messages have over {_MAX_TEXTS} texts")
         digits = "".join(chr(_DIGIT + d) for d in divmod(len(self.texts), _BASE))
         n_before = max((len(b) for b in self._beginnings if core.startswith(b)), default=0)
         n_behind = max((len(e) for e in self._ends if core.endswith(e)), default=0)
         if n_before + n_behind >= len(core):
             n_before = n_behind = 0
-        is_content = name == f"messages[{number}].content"
         self.texts.append(MarkedText(core, number, is_content, name, n_before, n_behind))
-        begin = text.index(core) + n_before
-        end = text.index(core) + len(core) - n_behind
+        first = text.index(core) if core else len(text)
+        begin, end = first + n_before, first + len(core) - n_behind
         opened, closed = chr(_OPEN) + digits, chr(_CLOSE) + digits
         if not self._around:
             opened = closed = ""
@@ -380,6 +440,15 @@ class _Marker:
             done = end
             self.n_spelled += 1
         return "".join([*parts, text[done:]])
+
+
+def _translated(value: Any, table: Mapping[int, str]) -> Any:
+    """Return a value with characters replaced in all texts within."""
+    if isinstance(value, str):
+        return value.translate(table)
+    if isinstance(value, Mapping):
+        return {_translated(k, table): _translated(v, table) for k, v in value.items()}
+    return [_translated(v, table) for v in value] if isinstance(value, list) else value
 
 
 def _unescaped(text: str) -> str:
@@ -435,26 +504,20 @@ def _between(
         one = texts[number]
         i += 1
         if not opens:
-            end = at + _outside(text[at:], one.core[len(one.core) - one.n_behind :])
+            end = one.end(text, at)
             begin = end - _common(text[floor:end][::-1], one.core[::-1])
         else:
-            begin = at - _outside(text[floor:at][::-1], one.core[: one.n_before][::-1])
+            begin = one.begin(text, at)
             if i < len(events) and events[i][1:] == (False, number):
-                at = events[i][0]
-                end = at + _outside(text[at:], one.core[len(one.core) - one.n_behind :])
+                end = one.end(text, events[i][0])
                 i += 1
             else:
                 ceiling = events[i][0] if i < len(events) else len(text)
                 end = begin + _common(text[begin:ceiling], one.core)
-        if begin < end:
+        if begin < end or not one.core:
             spans.append(Span(begin, end, one))
         floor = end
     return spans
-
-
-def _outside(text: str, expected: str) -> int:
-    """Return the length of what stands outside a mark, if it is there."""
-    return len(expected) if text.startswith(expected) else 0
 
 
 def _common(a: str, b: str) -> int:

@@ -234,6 +234,11 @@ class Tokenizer:
         tokens = self.vocab.tokens
         return sorted((begin, end) for begin, end, i in found if not tokens[i].isspace())
 
+    def first_characters(self) -> frozenset[str]:
+        """Return what tokens begin with that are matched whole, white space apart."""
+        texts = (self.vocab.tokens[i] for i in self._whole)
+        return frozenset(text[0] for text in texts if text and not text.isspace())
+
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False
     ) -> str:

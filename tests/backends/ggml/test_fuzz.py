@@ -13,6 +13,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the address space"),
 ]
 
+N_MUTANTS = 600
 ERRORS = {"ModelFileError", "UnsupportedModel", "OptionError", "AllocationError"}
 
 
@@ -27,13 +28,13 @@ def _fuzz(mode: str, scratch: Path, count: int, *model: str) -> dict[str, int]:
 
 def test_flipped_bits_in_the_header(tmp_path: Path, shared: Path) -> None:
     model = str(shared / "models" / "llama-dense.gguf")
-    outcomes = _fuzz("bits", tmp_path / "mutant.gguf", 1500, model)
+    outcomes = _fuzz("bits", tmp_path / "mutant.gguf", N_MUTANTS, model)
     assert set(outcomes) <= {*ERRORS, "decoded"}
-    assert sum(outcomes.values()) == 1500
-    assert outcomes["decoded"] < 1400
+    assert sum(outcomes.values()) == N_MUTANTS
+    assert outcomes["decoded"] < 14 * N_MUTANTS // 15
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
-    outcomes = _fuzz("parts", tmp_path / "mutant.gguf", 1500)
+    outcomes = _fuzz("parts", tmp_path / "mutant.gguf", N_MUTANTS)
     assert set(outcomes) <= {*ERRORS, "ComputeError", "decoded"}  # factors may be NaN
-    assert outcomes["decoded"] < 750
+    assert outcomes["decoded"] < N_MUTANTS // 2

@@ -21,8 +21,6 @@ from kvcellar.testing.tiny_llama import TinyLlama
 from kvcellar.types import Float32Array, KVType
 from tests.backends.helpers import Rig
 
-pytestmark = pytest.mark.alone
-
 TOKENS = [5, 3, 40, 0, 17, 17, 8]
 
 

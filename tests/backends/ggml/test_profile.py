@@ -13,8 +13,6 @@ from kvcellar.errors import ComputeError
 from kvcellar.testing.plans import causal_plan
 from tests.backends.helpers import Rig
 
-pytestmark = pytest.mark.alone
-
 TOKENS = [5, 3, 40, 0]
 
 

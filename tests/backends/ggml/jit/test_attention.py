@@ -38,9 +38,10 @@ VECTORS = {"avx512": Processor(16, 24), "avx2": Processor(8, 12), "neon": Proces
 
 
 @pytest.fixture(autouse=True, params=VECTORS)
-def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Every width, whatever this processor has: LLVM cuts vectors that are too wide."""
     monkeypatch.setattr(attention, "processor", lambda: VECTORS[request.param])
+    return list(VECTORS).index(request.param)
 
 
 class Bench:
@@ -150,15 +151,16 @@ def test_equals_attention_written_out(n_head_kv: int, group: int, d: int) -> Non
     lists=st.lists(st.sets(st.integers(0, 150), min_size=1).map(sorted), min_size=1, max_size=5),
     n_threads=st.integers(1, 8),
 )
-@examples(40)
+@examples(20)
 def test_any_lists_by_any_number_of_threads(lists: list[list[int]], n_threads: int) -> None:
     bench = Bench(lists, 2, 3, 32)
     np.testing.assert_allclose(bench.run(n_threads), bench.expected(), atol=TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_threads", [1, 3])
-@pytest.mark.parametrize(("softcap", "sinks"), [(2.5, False), (0.0, True), (2.5, True)])
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "n_threads"), [(2.5, False, 1), (0.0, True, 3), (2.5, True, 3)]
+)
 def test_scores_are_capped_and_sinks_take_their_share(
     softcap: float, sinks: bool, n_threads: int
 ) -> None:
@@ -168,19 +170,21 @@ def test_scores_are_capped_and_sinks_take_their_share(
     assert np.abs(bench.expected() - plain.expected()).max() > 0.1
 
 
-@pytest.mark.parametrize("factor", [1e-3, 1e-2, 0.1, 1.0, 10.0, 1e4])
-def test_scores_of_any_size_are_capped(factor: float) -> None:
+def test_scores_of_any_size_are_capped() -> None:
     bench = Bench(ragged(90, 7), 1, 2, 32, softcap=50.0)
-    bench.q *= factor
-    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=1e-5)
+    q = bench.q.copy()
+    for factor in (1e-3, 1e-2, 0.1, 1.0, 10.0, 1e4):
+        bench.q[:] = q * np.float32(factor)
+        np.testing.assert_allclose(bench.run(2), bench.expected(), atol=1e-5, err_msg=str(factor))
 
 
-@pytest.mark.parametrize("sink", [-np.inf, -1e30, 30.0, 1e4])
 @pytest.mark.parametrize("n", [5, 300])
-def test_a_sink_may_be_of_any_size(sink: float, n: int) -> None:
+def test_a_sink_may_be_of_any_size(n: int) -> None:
     bench = Bench(ragged(n), 1, 2, 32, sinks=True)
-    bench.sinks[:] = sink
-    np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
+    for sink in (-np.inf, -1e30, 30.0, 1e4):
+        bench.sinks[:] = sink
+        got, expected = bench.run(2), bench.expected()
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE, err_msg=str(sink))
 
 
 @pytest.mark.parametrize("n", [5, 300])
@@ -201,7 +205,7 @@ def test_a_damaged_sink_is_not_hidden(n: int) -> None:
     sinks=st.booleans(),
     n_threads=st.integers(1, 3),
 )
-@examples(25)
+@examples(15)
 def test_any_types_of_k_and_v(
     lists: list[list[int]],
     types: tuple[KVType, KVType],
@@ -217,9 +221,10 @@ def test_any_types_of_k_and_v(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("type_v", TYPES)
 @pytest.mark.parametrize("type_k", TYPES)
-def test_each_pair_of_types(type_k: KVType, type_v: KVType) -> None:
+def test_each_pair_of_types(type_k: KVType, vectors: int) -> None:
+    """Each type with each width, as K and as V."""
+    type_v = TYPES[(TYPES.index(type_k) + vectors) % len(TYPES)]
     lists = ragged(1, 16, 65, 200)
     bench = Bench(lists, 2, 3, d=64, d_v=96, type_k=type_k, type_v=type_v)
     np.testing.assert_allclose(bench.run(2), bench.expected(), atol=TOLERANCE)
@@ -240,13 +245,16 @@ def test_every_bit_pattern_of_a_block_is_read(kind: KVType) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])
-@pytest.mark.parametrize("part", ["k", "v"])
-def test_a_damaged_scale_is_not_hidden(kind: KVType, part: str) -> None:
+def test_a_damaged_scale_is_not_hidden(kind: KVType) -> None:
     bench = Bench([list(range(20)), list(range(20, 90))], 1, 2, 32, type_k=kind, type_v=kind)
-    getattr(bench, part)[5, 0, :2] = np.array([np.nan], np.float16).view(np.uint8)
-    got = bench.run()
-    assert np.isnan(got[0]).all()
-    assert np.isfinite(got[1]).all()
+    for rows in (bench.k, bench.v):
+        scale = rows[5, 0, :2].copy()
+        rows[5, 0, :2] = np.array([np.nan], np.float16).view(np.uint8)
+        got = bench.run()
+        assert np.isnan(got[0]).all()
+        assert np.isfinite(got[1]).all()
+        rows[5, 0, :2] = scale
+        assert np.isfinite(bench.run()).all()
 
 
 def test_v_may_have_heads_of_another_size() -> None:
@@ -323,12 +331,15 @@ def test_nothing_but_the_lists_is_read(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [5, 100])
-@pytest.mark.parametrize("part", ["k", "v"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_damaged_rows_of_ones_own_are_not_hidden(n: int, part: str, value: float) -> None:
+def test_damaged_rows_of_ones_own_are_not_hidden(n: int) -> None:
     bench = Bench([list(range(n))], 1, 2, 32)
-    getattr(bench, part)[n // 2] = value
-    assert not np.isfinite(bench.run()).any()
+    for rows in (bench.k, bench.v):
+        sound = rows[n // 2].copy()
+        for value in (np.nan, np.inf):
+            rows[n // 2] = value
+            assert not np.isfinite(bench.run()).any()
+        rows[n // 2] = sound
+        assert np.isfinite(bench.run()).all()
 
 
 def test_scores_of_any_size_give_finite_weights() -> None:
