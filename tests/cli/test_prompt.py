@@ -102,9 +102,9 @@ def test_a_terminal_gets_a_bar_and_loses_it_again(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(Sequence):
-        def append(self, prompt: str | Iterable[int]) -> Sequence:
+        def append(self, prompt: str | Iterable[int], *, heal: bool = False) -> Sequence:
             time.sleep(0.3)
-            return super().append(prompt)
+            return super().append(prompt, heal=heal)
 
     terminal = Terminal()
     monkeypatch.setattr(prompts, "sys", SimpleNamespace(stderr=terminal))
