@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.helpers import Invoke, Start
 
-GREEDY = ("-n", "6", "-t", "0", "--threads", "1", "--n-ctx", "256")
+GREEDY = ("-n", "6", "--temp", "0", "--threads", "1", "--n-ctx", "256")
 
 
 def test_each_piped_line_is_answered(invoke: Invoke, talker: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_unknown_command_is_a_line_that_failed(invoke: Invoke, talker: Path) 
 
 
 def test_an_answer_that_fills_the_cache_names_the_option(invoke: Invoke, talker: Path) -> None:
-    args = ("-n", "-1", "-t", "0", "--threads", "1", "--n-ctx", "64")
+    args = ("-n", "-1", "--temp", "0", "--threads", "1", "--n-ctx", "64")
     result = invoke("chat", talker, *args, stdin="hello\nagain\n")
     assert result.exit_code == 1
     first, second, third = result.stderr.splitlines()

@@ -34,7 +34,7 @@ SHOWN = (
     r"\x1b]0;title\x07\x1b[666m\x9b6n\x90q\x9c\x7f\x08\x0e\u202elrm\u2066\u200f\u061c\u2028[bold]"
 )
 MARK = r"\x1b]0;title"
-GREEDY = ("-t", "0", "--threads", "1", "--n-ctx", "128")
+GREEDY = ("--temp", "0", "--threads", "1", "--n-ctx", "128")
 OWN = re.compile(r"\x1b\[(?:[0-9]{1,2}|[0-9]{1,2}(?:;[0-9]{1,3})+)?[mABCDGHJK]|\x1b\[\?25[lh]|\r")
 """What rich writes, and the terminal where a line ends."""
 

@@ -36,7 +36,7 @@ def tables(text: str) -> dict[str, tuple[int, float, list[tuple[str, float, floa
 
 
 def test_shares_sum_to_the_whole(invoke: Invoke, talker: Path) -> None:
-    args = ("hello", "-n", "9", "-t", "0", "--threads", "1", "--profile")
+    args = ("hello", "-n", "9", "--temp", "0", "--threads", "1", "--profile")
     result = invoke("run", talker, *args)
     assert result.exit_code == 0, result.output
     found = tables(result.stderr)
@@ -49,7 +49,7 @@ def test_shares_sum_to_the_whole(invoke: Invoke, talker: Path) -> None:
 
 
 def test_each_thing_that_takes_time_has_a_row(invoke: Invoke, talker: Path) -> None:
-    args = ("hello", "-n", "9", "-t", "0.5", "--threads", "1", "--profile")
+    args = ("hello", "-n", "9", "--temp", "0.5", "--threads", "1", "--profile")
     found = tables(invoke("run", talker, *args).stderr)
     names = {name for name, _, _ in found["decode"][2]}
     assert names >= {"MUL_MAT f32", "RMS_NORM", "cells and plans", "graph and inputs", "logits"}
@@ -58,7 +58,7 @@ def test_each_thing_that_takes_time_has_a_row(invoke: Invoke, talker: Path) -> N
 
 
 def test_the_text_is_the_same_with_a_profile(invoke: Invoke, talker: Path) -> None:
-    args = ("hello", "-n", "9", "-t", "0", "--threads", "1")
+    args = ("hello", "-n", "9", "--temp", "0", "--threads", "1")
     plain, profiled = invoke("run", talker, *args), invoke("run", talker, *args, "--profile")
     assert profiled.stdout == plain.stdout
     assert plain.stderr == ""
@@ -76,14 +76,14 @@ def test_one_token_has_no_table_of_decoding(invoke: Invoke, talker: Path) -> Non
 def test_it_says_whether_there_were_enough_graphs(
     invoke: Invoke, talker: Path, n: int, said: str
 ) -> None:
-    result = invoke("run", talker, "hello", "-n", str(n), "-t", "0", "--profile")
+    result = invoke("run", talker, "hello", "-n", str(n), "--temp", "0", "--profile")
     note = result.stderr.splitlines()[-1]
     assert said in note
     assert f"{n // 2} of {n - 1} graphs computed node by node; " in note
 
 
 def test_it_comes_after_an_error_too(invoke: Invoke, talker: Path) -> None:
-    result = invoke("run", talker, "hello", "-n", "-1", "-t", "0", "--n-ctx", "16", "--profile")
+    result = invoke("run", talker, "hello", "-n", "-1", "--temp", "0", "--n-ctx", "16", "--profile")
     assert result.exit_code == 1
     assert tables(result.stderr)["decode"][0] == 11
 

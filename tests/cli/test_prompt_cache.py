@@ -76,7 +76,7 @@ def test_without_stats_nothing_is_said(invoke: Invoke, talker: Path, filled: Pat
 
 
 def test_what_was_generated_is_stored_too(invoke: Invoke, talker: Path, filled: Path) -> None:
-    args = ("-t", "0", "--threads", "1", "--n-ctx", "512", "--prompt-cache", filled, "--stats")
+    args = ("--temp", "0", "--threads", "1", "--n-ctx", "512", "--prompt-cache", filled, "--stats")
     answer = invoke("run", talker, PROMPT, "-n", "70", *args).stdout.removesuffix("\n")
     assert len(answer) == 70
     longer = invoke("run", talker, PROMPT + answer, "-n", "1", *args)
@@ -132,7 +132,7 @@ def test_damaged_values_are_computed_again(invoke: Invoke, talker: Path, filled:
 
 
 def test_a_full_cache_keeps_what_came(invoke: Invoke, talker: Path, filled: Path) -> None:
-    args = ("-t", "0", "--threads", "1", "--n-ctx", "384", "--prompt-cache", filled)
+    args = ("--temp", "0", "--threads", "1", "--n-ctx", "384", "--prompt-cache", filled)
     assert invoke("run", talker, PROMPT, "-n", "-1", *args).exit_code == 1
     assert len(values(filled)) == 3
     result = invoke("run", talker, PROMPT * 2, *args, "--stats")

@@ -7,6 +7,7 @@ command takes the dataclass as one parameter; :func:`expand_groups` puts its fie
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
 import typer
 
 from kvcellar.cli.console import note, one_line
-from kvcellar.errors import CacheFull, OptionError, check_path
+from kvcellar.errors import CacheFull, OptionError, check_path, shown
 from kvcellar.files import open_regular, why
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ ShowStats = Annotated[
 
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _grammar = partial(typer.Option, rich_help_panel="Grammars")
+_penalties = partial(typer.Option, rich_help_panel="Penalties")
+_more = partial(typer.Option, rich_help_panel="More samplers")
 _computing = partial(typer.Option, rich_help_panel="Cache and computation")
 
 
@@ -90,10 +93,10 @@ def _field_parameters(group: Any) -> Iterator[inspect.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen; flags have llama.cpp's names."""
 
     temperature: Annotated[
-        float, _sampling("--temperature", "-t", help="0: always take the most likely token.")
+        float, _sampling("--temperature", "--temp", help="0: always take the most likely token.")
     ] = 0.8
     top_k: Annotated[int, _sampling("--top-k", help="Keep the k most likely tokens; 0: off.")] = 40
     top_p: Annotated[
@@ -108,24 +111,125 @@ class Sampling:
             "--min-p", help="Drop tokens less likely than this fraction of the best; 0: off."
         ),
     ] = 0.05
+    seed: Annotated[
+        int | None,
+        _sampling(
+            "--seed", help="Random seed; makes a run repeatable. -1: random.", show_default="random"
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampling(
+            "--logit-bias",
+            "-l",
+            metavar="ID=VALUE",
+            help="Add to the logit of a token, also ID+VALUE or ID-VALUE; can be repeated.",
+        ),
+    ] = None
     repetition_penalty: Annotated[
         float,
-        _sampling("--repetition-penalty", help="Divide the logits of tokens already seen; 1: off."),
+        _penalties(
+            "--repetition-penalty",
+            "--repeat-penalty",
+            help="Divide the logits of tokens already seen; 1: off.",
+        ),
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        _sampling(
+        _penalties(
             "--presence-penalty",
             help="Subtract once from the logits of tokens already seen; 0: off.",
         ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        _sampling("--frequency-penalty", help="Subtract for each time a token was seen; 0: off."),
+        _penalties("--frequency-penalty", help="Subtract for each time a token was seen; 0: off."),
     ] = 0.0
-    seed: Annotated[
-        int | None,
-        _sampling("--seed", help="Random seed; makes a run repeatable.", show_default="random"),
+    penalty_last_n: Annotated[
+        int,
+        _penalties("--repeat-last-n", help="How many of the last tokens count as seen; -1: all."),
+    ] = 64
+    penalty_over: Annotated[
+        str,
+        _penalties(
+            "--penalty-over",
+            metavar="window|answer",
+            help="Count the last tokens, or the answer alone as OpenAI does.",
+        ),
+    ] = "window"
+    dry_multiplier: Annotated[
+        float,
+        _penalties("--dry-multiplier", help="DRY: scale of the penalty of repetitions; 0: off."),
+    ] = 0.0
+    dry_base: Annotated[
+        float, _penalties("--dry-base", help="DRY: growth with each repeated token.")
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, _penalties("--dry-allowed-length", help="DRY: repetitions shorter than this are free.")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        _penalties("--dry-penalty-last-n", help="DRY: how many tokens are searched; -1: all."),
+    ] = 64
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        _penalties(
+            "--dry-sequence-breaker",
+            metavar="TEXT",
+            help="DRY: no repetition reaches across it; can be repeated; none: no breakers.",
+            show_default=r"\n : \" *",
+        ),
+    ] = None
+    typical_p: Annotated[
+        float,
+        _more("--typical-p", "--typical", help="Keep tokens of typical surprise up to p; 1: off."),
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        _more(
+            "--top-n-sigma",
+            "--top-nsigma",
+            help="Keep logits within n deviations of the best; 0: off.",
+        ),
+    ] = 0.0
+    xtc_probability: Annotated[
+        float, _more("--xtc-probability", help="XTC: how often top choices are excluded; 0: off.")
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, _more("--xtc-threshold", help="XTC: what a top choice is; over 0.5: off.")
+    ] = 0.1
+    min_keep: Annotated[
+        int, _more("--min-keep", help="Tokens that top-p, min-p, typical-p and XTC leave.")
+    ] = 0
+    dynatemp_range: Annotated[
+        float,
+        _more("--dynatemp-range", help="Let the temperature vary by this, with entropy; 0: off."),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float, _more("--dynatemp-exp", help="How entropy becomes a temperature.")
+    ] = 1.0
+    mirostat: Annotated[
+        int, _more("--mirostat", help="1 or 2: hold the surprise, without other samplers; 0: off.")
+    ] = 0
+    mirostat_tau: Annotated[
+        float, _more("--mirostat-ent", help="Mirostat: target surprise in bits.")
+    ] = 5.0
+    mirostat_eta: Annotated[float, _more("--mirostat-lr", help="Mirostat: learning rate.")] = 0.1
+    adaptive_target: Annotated[
+        float,
+        _more("--adaptive-target", help="Adaptive-p: prefer this probability; negative: off."),
+    ] = -1.0
+    adaptive_decay: Annotated[
+        float, _more("--adaptive-decay", help="Adaptive-p: how long chosen tokens count.")
+    ] = 0.9
+    samplers: Annotated[
+        str | None,
+        _more(
+            "--samplers",
+            metavar="NAMES",
+            help="Samplers and their order, such as 'top_k;temperature'.",
+            show_default="all",
+        ),
     ] = None
 
     def checked(self) -> SamplerOptions:
@@ -136,7 +240,42 @@ class Sampling:
         """
         from kvcellar.text.sampler import SamplerOptions
 
-        return SamplerOptions(**asdict(self))
+        given: dict[str, Any] = asdict(self)
+        given["seed"] = None if self.seed == -1 else self.seed
+        given["logit_bias"] = dict(map(_parse_bias, self.logit_bias or ()))
+        if self.dry_sequence_breakers is not None:
+            given["dry_sequence_breakers"] = _parse_breakers(self.dry_sequence_breakers)
+        if self.samplers is not None:
+            given["samplers"] = _parse_samplers(self.samplers)
+        return SamplerOptions(**{name: one for name, one in given.items() if one is not None})
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    """Return token and bias of ``ID=VALUE`` or llama.cpp's ``ID+VALUE`` and ``ID-VALUE``."""
+    found = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))([+-]?[\w.]+)", text, re.ASCII)
+    try:
+        return int(found[1]), float(found[2])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"--logit-bias {shown(text)}: must be ID=VALUE, such as 15043=1.5 or 2=-inf"
+        ) from None
+
+
+def _parse_breakers(texts: list[str]) -> list[str]:
+    r"""Return the breakers, with \\n and \\t spelled out as a shell has them; ``none`` is none."""
+    spelled = [text.replace(r"\n", "\n").replace(r"\t", "\t") for text in texts]
+    return [] if texts == ["none"] else spelled
+
+
+def _parse_samplers(names: str) -> list[str]:
+    """Return the samplers of ``a;b;c``; dashes and llama.cpp's other names are understood."""
+    from kvcellar.text.sampler import SAMPLERS
+
+    known = {name.replace("_", ""): name for name in SAMPLERS}
+    known |= {"temp": "temperature", "typ": "typ_p", "typical": "typ_p", "typicalp": "typ_p"}
+    known["nucleus"] = "top_p"
+    given = [name.strip().lower() for name in names.split(";")]
+    return [known.get(re.sub("[-_]", "", name), name) for name in given if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +361,9 @@ class Computing:
     type_v: Annotated[str, _computing("--type-v", help="Storage type of V, likewise.")] = "f16"
     threads: Annotated[
         int | None,
-        _computing("--threads", help="Number of compute threads.", show_default="all processors"),
+        _computing(
+            "--threads", "-t", help="Number of compute threads.", show_default="all processors"
+        ),
     ] = None
     n_ubatch: Annotated[int, _computing("--n-ubatch", help="Prompt tokens computed at once.")] = 512
     pre: Pre = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcellar.cli.console import clean, console_for, is_plain
+from kvcellar.cli.console import clean, console_for, is_plain, one_line
 from kvcellar.errors import BatchError, CacheFull, OptionError
 
 if TYPE_CHECKING:
@@ -76,19 +76,34 @@ class Templates:
 PATIENCE = 0.8  # seconds before the progress bar appears
 
 
-def read_prompt(prompt: str | None) -> str:
-    """Return the prompt as given, or all of stdin when it is ``-`` or absent.
+def read_prompt(prompt: str | None, file: str | None = None) -> str:
+    """Return the prompt as given, what is in the file, or all of stdin when it is ``-`` or absent.
 
-    A single line break at the end of stdin is dropped.
+    A single line break at the end of the file or of stdin is dropped.
 
     Raises:
-        typer.BadParameter: nothing was given and stdin is a terminal.
+        typer.BadParameter: nothing was given and stdin is a terminal, both a prompt and a file
+            were given, or the file cannot be read.
     """
+    if file is not None:
+        return _read_file(prompt, file)
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
     if prompt is None or prompt == "-":
         return sys.stdin.read().removesuffix("\n")
     return clean(prompt)
+
+
+def _read_file(prompt: str | None, file: str) -> str:
+    if prompt is not None:
+        raise typer.BadParameter("give a prompt or a file, not both", param_hint="--file")
+    try:
+        return Path(file).read_bytes().decode("utf-8").removesuffix("\n")
+    except OSError as error:
+        why = error.strerror or error
+    except ValueError:
+        why = "it is not UTF-8"
+    raise typer.BadParameter(f"{one_line(file)}: {why}", param_hint="--file")
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -22,6 +22,10 @@ PromptText = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="What to say; read from stdin if - or absent."),
 ]
+PromptFile = Annotated[
+    str | None,
+    typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a file of UTF-8."),
+]
 AsChat = Annotated[
     bool, typer.Option("--chat", help="Insist on a chat template: a model without one is an error.")
 ]
@@ -38,6 +42,7 @@ def run(
     model: o.ModelName,
     prompt: PromptText = None,
     *,
+    prompt_file: PromptFile = None,
     max_tokens: o.MaxTokens = 256,
     stop: o.Stop = None,
     raw: Raw = False,
@@ -60,7 +65,7 @@ def run(
         raise OptionError("--raw takes no chat template: leave out --chat and --system")
     output = Output()
     answering = o.Answering(max_tokens, stop, sampling.checked(), constraining.checked())
-    text = read_prompt(prompt)
+    text = read_prompt(prompt, prompt_file)
     if not text:
         raise BatchError("the prompt is empty")
     with computing.open(model) as context, cache.open() as prompts:

@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,31 +31,19 @@ from kvcellar.errors import (
     check_real,
     shown,
 )
+from kvcellar.text.constraint import Constraint
 from kvcellar.text.sampling import candidates as steps
 from kvcellar.text.sampling.candidates import Candidates, Float64Array
 from kvcellar.text.sampling.dry import Breakers, Spelling, apply_dry
 from kvcellar.text.sampling.options import SAMPLERS, SamplerOptions
 from kvcellar.text.sampling.penalties import Past, penalize
 from kvcellar.text.sampling.selection import Randomness, selection_of
-from kvcellar.types import MAX_POSITION, BoolArray, Float32Array, Int64Array
+from kvcellar.types import MAX_POSITION, Float32Array, Int64Array
 
 __all__ = ["SAMPLERS", "Hook", "Sampler", "SamplerOptions", "log_softmax"]
 
 Hook = Callable[[Float32Array, Sequence[int]], "Float32Array | None"]
 """Takes a copy of the logits and the history; changes the copy, or returns another row."""
-
-
-class Allowing(Protocol):
-    """What a sampler asks a constraint, such as a grammar."""
-
-    def allowed(self) -> BoolArray:
-        """Which tokens may come next, ``[n_vocab]``."""
-
-    def accept(self, token: int) -> None:
-        """Go on behind a token."""
-
-    def copy(self) -> Any:
-        """Return one that goes on from here by itself."""
 
 
 class Sampler:
@@ -84,7 +72,7 @@ class Sampler:
         self,
         options: SamplerOptions | None = None,
         *,
-        constraint: Allowing | None = None,
+        constraint: Constraint | None = None,
         hooks: Iterable[Hook] = (),
         tokenizer: Spelling | None = None,
     ) -> None:
@@ -330,7 +318,7 @@ _NEVER_DROP_BEST = {"top_n_sigma", "top_k", "top_p", "min_p"}
 
 
 def _chain(options: SamplerOptions, tokenizer: Spelling | None) -> tuple[Step, ...]:
-    if tokenizer is not None and not hasattr(tokenizer, "pieces"):
+    if tokenizer is not None and not hasattr(tokenizer, "encode"):
         raise OptionError(f"tokenizer={shown(tokenizer)}: must be a Tokenizer, or None")
     names, known = _active(options), dict(_STEPS)
     if "dry" in names:
@@ -365,9 +353,9 @@ def _active(options: SamplerOptions) -> list[str]:
 def _draw(probabilities: Float64Array, randomness: Randomness) -> int:
     cumulative = probabilities.cumsum()
     drawn = cumulative.searchsorted(randomness.for_token * cumulative[-1], side="right")
-    # Rounding may reach the very end, behind the last token that has any probability.
-    last = cumulative.searchsorted(cumulative[-1])
-    return int(min(drawn, last))
+    if drawn == len(cumulative):  # rounding may reach the end, behind what has any probability
+        drawn = cumulative.searchsorted(cumulative[-1])
+    return int(drawn)
 
 
 # -- what changes the row, and checks
@@ -389,14 +377,17 @@ def _hooked(hook: Hook, row: Float32Array, history: Sequence[int]) -> Float32Arr
     return changed.astype(np.float32)
 
 
-def _masked(row: Float32Array, constraint: Allowing) -> Float32Array:
+def _masked(row: Float32Array, constraint: Constraint) -> Float32Array:
     allowed = constraint.allowed()
     if len(allowed) > len(row):
         raise OptionError(
             f"the constraint is made for {len(allowed)} tokens, the logits have {len(row)}"
         )
-    masked: Float32Array = np.full_like(row, -np.inf)
-    np.copyto(masked[: len(allowed)], row[: len(allowed)], where=allowed)
+    if len(allowed) < len(row):  # rows of a padded vocabulary
+        allowed = np.concatenate((allowed, np.zeros(len(row) - len(allowed), np.bool_)))
+    with np.errstate(divide="ignore"):  # a choice of two values for each token is slower
+        banned = np.reciprocal(allowed.astype(np.float32)) - 1  # 0, or inf
+    masked: Float32Array = row - banned
     return masked
 
 
@@ -404,12 +395,9 @@ def _check_position(position: int) -> int:
     return check_range("position", position, 0, MAX_POSITION)
 
 
-def _check_constraint(constraint: Allowing | None) -> Allowing | None:
-    verbs = ("allowed", "accept", "copy")
-    if constraint is not None and not all(hasattr(constraint, verb) for verb in verbs):
-        raise OptionError(
-            f"constraint={shown(constraint)}: must have the methods {', '.join(verbs)}"
-        )
+def _check_constraint(constraint: Constraint | None) -> Constraint | None:
+    if constraint is not None:
+        check_kind("constraint", constraint, Constraint, made="Grammar.matcher() makes one")
     return constraint
 
 

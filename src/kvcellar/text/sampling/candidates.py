@@ -23,6 +23,12 @@ _GROUP = 64
 _FIRST_GUESS = 256
 """Candidates that nearly always have the probability that is asked for."""
 
+_TINY = 1e-250
+"""Logits of single precision divided by this are still numbers of double precision."""
+
+_MANY = 4096
+"""Of so many tokens weights are computed in single precision, which is many times as fast."""
+
 
 class Candidates:
     """Tokens and logits.
@@ -35,14 +41,16 @@ class Candidates:
         ids: the tokens; None: all of the vocabulary.
         values: their logits.
         ordered: whether the best comes first; otherwise ids ascend.
+        floor: logits below it are dropped already, though they are still in the row.
     """
 
-    __slots__ = ("_own", "ids", "ordered", "values")
+    __slots__ = ("_own", "floor", "ids", "ordered", "values")
 
     def __init__(self, row: Float32Array, *, own: bool) -> None:
         self.ids: Int64Array | None = None
         self.values: Float32Array | Float64Array = row
         self.ordered = False
+        self.floor = -math.inf
         self._own = own
 
     def __len__(self) -> int:
@@ -56,7 +64,7 @@ class Candidates:
     def listed(self) -> tuple[Int64Array, Float64Array]:
         """Return ids and logits of the tokens that are possible, and go on with these."""
         if self.ids is None:
-            possible = self.values > -math.inf
+            possible = self._possible(self.values)
             if possible.all():
                 ids, values = np.arange(len(self.values)), self.values.astype(np.float64)
             else:
@@ -66,11 +74,19 @@ class Candidates:
         return self.ids, self.values  # type: ignore[return-value]
 
     def weights(self) -> Float64Array:
-        """Probabilities times the best one's inverse: 1 for the best; 0 where impossible."""
+        """Probabilities over the best one's: 1 for the best; 0 where impossible."""
+        self.settle()
         values = self.values.astype(np.float64)
         values -= self.top
+        if len(values) > _MANY:
+            return np.exp(values.astype(np.float32)).astype(np.float64)
         weights: Float64Array = np.exp(values, out=values)
         return weights
+
+    def settle(self) -> None:
+        """Drop what is below the floor."""
+        if self.floor > -math.inf:
+            self.listed()
 
     def order(self) -> None:
         """Put the best first."""
@@ -90,8 +106,9 @@ class Candidates:
     def take_ids(self, ids: Int64Array, *, ordered: bool) -> None:
         """Keep these tokens of the whole vocabulary, where they are possible."""
         values = self.values[ids].astype(np.float64)
-        if values.min() == -math.inf:
-            possible = values > -math.inf
+        least = values[-1] if ordered else values.min()
+        if least < self.floor or least == -math.inf:
+            possible = self._possible(values)
             ids, values = ids[possible], values[possible]
         self._become(ids, values, ordered=ordered)
 
@@ -101,6 +118,7 @@ class Candidates:
         Args:
             tokens: ascending, each once.
         """
+        self.settle()
         if self.ids is None:
             return tokens, np.arange(len(tokens))
         _, places, which = np.intersect1d(self.ids, tokens, assume_unique=True, return_indices=True)
@@ -118,17 +136,22 @@ class Candidates:
 
     def scale(self, temperature: float) -> None:
         """Divide logits by a temperature above 0."""
-        self.listed()
-        top = self.top
-        with np.errstate(over="ignore"):
-            # Where the quotient has no number, differences to the best still do.
-            offset = 0.0 if math.isfinite(top / temperature) else top
-            self.values = (self.values - offset) / temperature
-            if self.values.min() == -math.inf:
-                self.take(self.values > -math.inf)
+        self.settle()
+        if temperature >= _TINY:
+            self.values = self.values.astype(np.float64) / temperature
+        else:  # quotients may have no number, but differences to the best do
+            self.listed()
+            with np.errstate(over="ignore"):
+                self.values = (self.values - self.top) / temperature
+            self.take(self.values > -math.inf)
+        self._own = True
+
+    def _possible(self, values: npt.NDArray[np.floating]) -> BoolArray:
+        return values >= self.floor if self.floor > -math.inf else values > -math.inf
 
     def _become(self, ids: Int64Array, values: Float64Array, *, ordered: bool) -> None:
         self.ids, self.values, self.ordered, self._own = ids, values, ordered, True
+        self.floor = -math.inf
 
 
 def top_k(candidates: Candidates, k: int) -> None:
@@ -136,10 +159,12 @@ def top_k(candidates: Candidates, k: int) -> None:
     if k >= len(candidates):
         return
     if candidates.ids is None:
-        candidates.take_ids(_top_k(candidates.values, k), ordered=True)
-    else:
-        candidates.order()
-        candidates.take(slice(k))
+        candidates.take_ids(best_places(candidates.values, k), ordered=True)
+        return
+    if not candidates.ordered:
+        candidates.take(np.sort(best_places(candidates.values, k)))
+    candidates.order()
+    candidates.take(slice(k))
 
 
 def top_p(candidates: Candidates, p: float, min_keep: int) -> None:
@@ -168,12 +193,15 @@ def top_n_sigma(candidates: Candidates, n: float) -> None:
     The deviation is that of all logits that are left, not only of those that could be drawn; tokens
     with -inf count in neither.
     """
+    candidates.settle()
     values = candidates.values.astype(np.float64)
-    if values.min() == -math.inf:
+    total = float(values.sum())
+    if total == -math.inf:
         values = values[values > -math.inf]
-    top = float(values.max())
-    values -= values.mean()
-    sigma = math.sqrt(float(values @ values) / len(values))
+        total = float(values.sum())
+    top = candidates.top
+    mean = total / len(values)
+    sigma = math.sqrt(max(0.0, float(values @ values) / len(values) - mean * mean))
     _keep_from(candidates, top - n * sigma, 0)
 
 
@@ -229,6 +257,10 @@ def _entropy(weights: Float64Array) -> float:
 
 def _keep_from(candidates: Candidates, border: float, min_keep: int) -> None:
     """Keep logits of at least this, and ``min_keep`` of them in any case."""
+    if candidates.ids is None and not min_keep:
+        candidates.floor = max(candidates.floor, border)
+        return
+    candidates.settle()
     values = candidates.values
     keep = values >= border
     n_kept = int(np.count_nonzero(keep))
@@ -237,10 +269,10 @@ def _keep_from(candidates: Candidates, border: float, min_keep: int) -> None:
     elif candidates.ids is None:
         candidates.take_ids(np.flatnonzero(keep), ordered=False)
     elif n_kept < len(values):
-        candidates.take(keep)
+        candidates.take(slice(n_kept) if candidates.ordered else keep)
 
 
-def _top_k(values: npt.NDArray[np.floating], k: int) -> Int64Array:
+def best_places(values: npt.NDArray[np.floating], k: int) -> Int64Array:
     """Places of the k largest, largest first, lowest place first among equals."""
     places = _at_least_k(values, k)
     order = np.argsort(-values[places], kind="stable")[:k]
@@ -271,7 +303,7 @@ def _fewest(
     """Places of the fewest largest keys whose weights reach a mass, or exceed it."""
     k = min(max(_FIRST_GUESS, min_keep), len(keys))
     while True:
-        places = _top_k(keys, k)
+        places = best_places(keys, k)
         cumulative = weights[places].cumsum()
         if k == len(keys) or cumulative[-1] > mass:
             return places[: _count(cumulative, mass, min_keep, exceeding=exceeding)]

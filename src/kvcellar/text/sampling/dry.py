@@ -19,7 +19,7 @@ from kvcellar.errors import OptionError, TokenizerError
 from kvcellar.text.sampling.candidates import Candidates, Float64Array
 from kvcellar.text.sampling.options import Breaker, SamplerOptions
 from kvcellar.text.sampling.penalties import Past
-from kvcellar.types import BoolArray, Int64Array
+from kvcellar.types import Int64Array
 
 _MAX_TAIL = 20
 """Tokens of a breaker behind its first one; llama.cpp cuts longer ones there too."""
@@ -27,8 +27,8 @@ _MAX_TAIL = 20
 _LARGEST = 88.7228391
 """Logarithm of the largest number of single precision: penalties stay below it."""
 
-_STEPS = 32
-"""Lengths that are tried with arrays; what repeats further is measured in one pass."""
+_PASSES = 4
+"""Repetitions are measured one by one if that cannot take longer than so many passes."""
 
 
 class Spelling(Protocol):
@@ -67,29 +67,22 @@ class Breakers:
         for one in breakers:
             if not isinstance(one, str):
                 self._add(one[0], one[1:])
-        if tokenizer is not None:
+        if strings and tokenizer is not None:
             for head, tail in _spelled(strings, tokenizer):
                 self._add(head, tail)
-        size = max(self._tails, default=-1) + 2  # the last one stands for all that are larger
-        self._is_head, self._is_single = np.zeros((2, size), np.bool_)
-        for head, tails in self._tails.items():
-            self._is_head[head] = True
-            self._is_single[head] = () in tails
 
-    def single(self, tokens: Int64Array) -> BoolArray:
-        """Return which of the tokens break by themselves."""
-        return self._is_single[np.minimum(tokens, len(self._is_single) - 1)]
+    def single(self, token: int) -> bool:
+        """Return whether a token breaks by itself."""
+        return () in self._tails.get(token, ())
 
-    def limit(self, tokens: Int64Array) -> int:
+    def limit(self, tokens: Sequence[int]) -> int:
         """Return how many of the last tokens come behind the last breaker."""
-        is_head = self._is_head[np.minimum(tokens, len(self._is_head) - 1)]
-        for place in np.flatnonzero(is_head)[::-1].tolist():
-            rest = tuple(tokens[place + 1 : place + 1 + _MAX_TAIL].tolist())
-            fitting = [
-                len(tail) for tail in self._tails[int(tokens[place])] if rest[: len(tail)] == tail
-            ]
-            if fitting:
-                return len(tokens) - 1 - int(place) - max(fitting)
+        for place in range(len(tokens) - 1, -1, -1):
+            if tails := self._tails.get(tokens[place]):
+                rest = tuple(tokens[place + 1 : place + 1 + _MAX_TAIL])
+                fitting = [len(tail) for tail in tails if rest[: len(tail)] == tail]
+                if fitting:
+                    return len(tokens) - 1 - place - max(fitting)
         return len(tokens)
 
     def _add(self, head: int, tail: tuple[int, ...]) -> None:
@@ -103,55 +96,55 @@ def apply_dry(
 ) -> None:
     """Penalize what would go on with a repetition."""
     tokens, allowed = past.last(options.dry_penalty_last_n), options.dry_allowed_length
-    limit = min(len(tokens), breakers.limit(tokens) if len(tokens) > allowed else 0)
-    if limit < allowed or len(tokens) <= allowed:
+    if len(tokens) <= allowed or tokens.count(tokens[-1]) == 1:
         return
-    most = max(allowed, _most_length(options))
-    ends, lengths = repeats(tokens, allowed, min(limit, most))
-    following = tokens[ends + 1]
-    kept = ~breakers.single(following)
-    if not kept.any():
+    limit = breakers.limit(tokens)
+    if limit < allowed:
         return
-    found, inverse = np.unique(following[kept], return_inverse=True)
-    longest = np.zeros(len(found), np.int64)
-    np.maximum.at(longest, inverse, lengths[kept])
+    longest: dict[int, int] = {}
+    for end, length in repeats(tokens, allowed, min(limit, _most_length(options))):
+        token = tokens[end + 1]
+        if length > longest.get(token, 0) and not breakers.single(token):
+            longest[token] = length
+    if not longest:
+        return
+    found = np.array(sorted(longest))
     places, which = candidates.find(found)
+    lengths = np.array([longest[token] for token in found[which].tolist()], np.int64)
     values: Float64Array = candidates.values[places].astype(np.float64)
-    exponents = longest[which] - allowed
-    candidates.set(places, values - options.dry_multiplier * options.dry_base**exponents)
+    penalties = options.dry_multiplier * options.dry_base ** (lengths - allowed)
+    candidates.set(places, values - penalties)
 
 
-def repeats(tokens: Int64Array, least: int, most: int) -> tuple[Int64Array, Int64Array]:
+def repeats(tokens: Sequence[int], least: int, most: int) -> list[tuple[int, int]]:
     """Return where the last tokens were before, and how many of them.
 
     Args:
         tokens: a text.
-        least: leave out shorter repetitions, at least 1.
-        most: count no further.
+        least: leave out shorter repetitions; at least 1.
+        most: count no further; at least ``least``.
 
     Returns:
         The places, before the last, where repetitions end, and their lengths in ``[least, most]``.
     """
-    last = len(tokens) - 1
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    lengths = np.ones(len(ends), np.int64)
-    alive = np.arange(len(ends))
-    for length in range(1, min(most, _STEPS)):
-        starts = ends[alive] - length
-        going = (starts >= 0) & (tokens[starts] == tokens[last - length])
-        alive = alive[going]
-        if not len(alive):
-            break
-        lengths[alive] = length + 1
-    else:
-        if len(alive) and most > _STEPS:
-            measured = np.array(_common_suffixes(tokens.tolist()), np.int64)[ends[alive]]
-            lengths[alive] = np.minimum(measured, most)
-    long = lengths >= least
-    return ends[long], lengths[long]
+    last, tail = len(tokens) - 1, tokens[max(0, len(tokens) - least) :]
+    ends = [i for i, token in enumerate(tokens) if token == tokens[last]][:-1]
+    ends = [i for i in ends if tokens[max(0, i + 1 - least) : i + 1] == tail]
+    if len(ends) * min(most, last) > _PASSES * last:
+        lengths = _common_suffixes(tokens)
+        return [(i, min(lengths[i], most)) for i in ends]
+    return [(i, _common_suffix(tokens, i, least, most)) for i in ends]
 
 
-def _common_suffixes(tokens: list[int]) -> list[int]:
+def _common_suffix(tokens: Sequence[int], end: int, length: int, most: int) -> int:
+    """How many tokens up to a place are the last ones, of which some are known to be."""
+    last, most = len(tokens) - 1, min(most, end + 1)
+    while length < most and tokens[end - length] == tokens[last - length]:
+        length += 1
+    return length
+
+
+def _common_suffixes(tokens: Sequence[int]) -> list[int]:
     """For each place, how many tokens up to it are the last ones: the Z algorithm, backwards."""
     tokens = tokens[::-1]
     n, left, right = len(tokens), 0, 0

@@ -7,6 +7,7 @@ often as it was seen, the frequency penalty are subtracted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvcellar.errors import OptionError, check_integers, check_range, shown
 from kvcellar.text.sampling.candidates import Candidates
 from kvcellar.text.sampling.options import SamplerOptions
 from kvcellar.types import MAX_POSITION, Int64Array
+
+_FEW = 256
 
 
 class Past:
@@ -35,14 +38,14 @@ class Past:
         if not isinstance(history, (Sequence, np.ndarray)):
             raise OptionError(f"history={shown(history)}: must be a list of tokens")
         self._history = history
-        self._checked = np.empty(0, np.int64)
+        self._checked: list[int] = []
         self.n_answer = max(0, len(history) - check_range("n_prompt", n_prompt, 0, MAX_POSITION))
         self.n_vocab = n_vocab
 
     def __len__(self) -> int:
         return len(self._history)
 
-    def last(self, n: int) -> Int64Array:
+    def last(self, n: int) -> list[int]:
         """Return the last n tokens, or all if there are fewer or n is -1.
 
         Raises:
@@ -53,11 +56,11 @@ class Past:
             self._checked = self._check(n)
         return self._checked[len(self._checked) - n :]
 
-    def _check(self, n: int) -> Int64Array:
-        tokens = np.array(check_integers("history", self._history[len(self._history) - n :]))
-        if tokens.min() < 0 or tokens.max() >= self.n_vocab:
+    def _check(self, n: int) -> list[int]:
+        tokens = check_integers("history", self._history[len(self._history) - n :])
+        if min(tokens) < 0 or max(tokens) >= self.n_vocab:
             raise OptionError(f"history holds a token outside [0, {self.n_vocab})")
-        return tokens.astype(np.int64, copy=False)
+        return tokens
 
 
 def penalize(candidates: Candidates, options: SamplerOptions, past: Past) -> None:
@@ -66,10 +69,19 @@ def penalize(candidates: Candidates, options: SamplerOptions, past: Past) -> Non
     seen = past.last(window)
     if not len(seen):
         return
-    tokens, counts = np.unique(seen, return_counts=True)
+    tokens, counts = _count(seen)
     places, which = candidates.find(tokens)
     values = candidates.values[places].astype(np.float64)
     factor = options.repetition_penalty
     values = np.where(values <= 0, values * factor, values / factor)
     values -= counts[which] * options.frequency_penalty + options.presence_penalty
     candidates.set(places, values)
+
+
+def _count(seen: list[int]) -> tuple[Int64Array, Int64Array]:
+    """Return the tokens, ascending, and how often each is there."""
+    if len(seen) > _FEW:
+        return np.unique(np.array(seen), return_counts=True)
+    counted = sorted(Counter(seen).items())  # faster, of few
+    tokens, counts = np.array(counted, np.int64).T
+    return tokens, counts

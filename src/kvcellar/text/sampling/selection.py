@@ -1,8 +1,8 @@
 """Draw a token: random numbers that depend on nothing but their place, and what steers a draw.
 
-A random number is a function of seed, choice and position: Philox4x64 with 10 rounds (Salmon et
-al., 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by seed and choice, with the
-position as counter. So one that is drawn again is the same, whatever was drawn in between.
+A random number is a function of seed, choice and position: Philox2x64 with 10 rounds (Salmon et
+al., 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the seed, with position and
+choice as counter. So one that is drawn again is the same, whatever was drawn in between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvcellar.text.sampling.candidates import Candidates, Float64Array, top_k
+from kvcellar.text.sampling.candidates import Candidates, Float64Array, best_places, top_k
 from kvcellar.text.sampling.options import SamplerOptions
 from kvcellar.types import Int64Array
 
@@ -29,11 +29,12 @@ class Randomness:
     """The random numbers in [0, 1) of one draw; none is computed before it is asked for."""
 
     def __init__(self, seed: int, choice: int, position: int) -> None:
-        self._place = seed, choice, position
+        self._seed = seed
+        self._counter = position, choice
 
     @cached_property
-    def _block(self) -> tuple[int, int, int, int]:
-        return philox(*self._place)
+    def _block(self) -> tuple[int, int]:
+        return philox(self._seed, self._counter)
 
     @property
     def for_token(self) -> float:
@@ -46,16 +47,14 @@ class Randomness:
         return (self._block[1] >> 11) * 2.0**-53
 
 
-def philox(key0: int, key1: int, counter: int) -> tuple[int, int, int, int]:
-    """Return the block of four 64-bit numbers of a key and a counter, by Philox4x64-10."""
-    a, b, c, d = counter, 0, 0, 0
+def philox(key: int, counter: tuple[int, int]) -> tuple[int, int]:
+    """Return the block of two 64-bit numbers of a key and a counter, by Philox2x64-10."""
+    first, second = counter
     for _ in range(_ROUNDS):
-        first, second = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
-        a, b = (second >> 64) ^ b ^ key0, second & _MASK
-        c, d = (first >> 64) ^ d ^ key1, first & _MASK
-        key0 = key0 + 0x9E3779B97F4A7C15 & _MASK
-        key1 = key1 + 0xBB67AE8584CAA73B & _MASK
-    return a, b, c, d
+        product = 0xD2B74407B1CE6E93 * first
+        first, second = (product >> 64) ^ key ^ second, product & _MASK
+        key = key + 0x9E3779B97F4A7C15 & _MASK
+    return first, second
 
 
 class Plain:
@@ -103,16 +102,15 @@ class Mirostat(Plain):
         return (self.state[0] - self._options.mirostat_eta * error,)
 
     def _rank(self, candidates: Candidates) -> int:
-        n_vocab = len(candidates)
-        ids, _ = candidates.listed()
-        best = Candidates(candidates.values.copy(), own=True)
-        top_k(best, min(_MIROSTAT_M, len(ids)))
-        best.order()
-        gaps = best.values[:-1] - best.values[1:]
+        candidates.settle()
+        values = candidates.values
+        n = int(np.count_nonzero(values > -math.inf))
+        best = values[best_places(values, min(_MIROSTAT_M, n))].astype(np.float64)
+        gaps = best[:-1] - best[1:]
         ranks = np.arange(1, len(gaps) + 1)
         steps = np.log((ranks + 1) / ranks)
         exponent = float(steps @ gaps) / float(steps @ steps) if len(gaps) else 1.0
-        return _mirostat_k(exponent, self.state[0], n_vocab, len(ids))
+        return _mirostat_k(exponent, self.state[0], len(values), n)
 
     def _cut(self, candidates: Candidates) -> None:
         candidates.listed()
