@@ -428,14 +428,11 @@ class Answering:
             CacheFull: no cell is left.
             GrammarError: the grammar is wrong, or cannot be followed.
         """
-        how: dict[str, Any] = {"options": self.sampling}
-        if self.grammar is not None:
-            from kvcellar.text.sampler import Sampler
-
-            tokenizer = sequence.context.model.tokenizer
-            matcher = self.grammar.matcher(tokenizer)
-            how = {"sampler": Sampler(self.sampling, constraint=matcher, tokenizer=tokenizer)}
-        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), **how))
+        return self.hinted(
+            sequence.stream(
+                self.limit, stop=self.stop or (), options=self.sampling, grammar=self.grammar
+            )
+        )
 
     def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
         """Yield what comes; a full cache is told with the option that helps."""
