@@ -1,10 +1,9 @@
-"""The cost of a grammar: masks of a JSON Schema beside those of llguidance alone, and of llama.cpp.
+"""The cost of a grammar: masks of a JSON Schema beside those of llguidance alone.
 
     python benchmarks/grammars.py [--model smollm2] [--tokens 400]
 
-Prints medians for a token, with a ratio to llguidance called directly: what a matcher computes in
-its worker, what ``accept`` and ``allowed`` take from the thread that decodes (it sleeps in between,
-as while a model computes), and llama.cpp's own sampler where llama-cpp-python is installed.
+Prints medians for a token, with a ratio to llguidance called directly: what ``accept`` and
+``allowed`` take from the thread that decodes. It sleeps in between, as while a model computes.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any
-
-import numpy as np
 
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model
@@ -46,8 +41,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=400)
     arguments = parser.parse_args()
-    path = find_model(arguments.model)
-    with Model.from_gguf(path, n_threads=1) as model:
+    with Model.from_gguf(find_model(arguments.model), n_threads=1) as model:
         grammar = Grammar.json_schema(SCHEMA)
         begin = time.perf_counter()
         matcher = grammar.matcher(model.tokenizer)
@@ -59,8 +53,6 @@ def main() -> None:
         times = [pair for _ in range(rounds) for pair in _matcher(matcher.copy(), ids)]
         _report("accept (begins the next mask)", median(t for t, _ in times), alone)
         _report("allowed (after a decode)", median(t for _, t in times), alone)
-        if (peer := _llama_cpp(path, ids)) is not None:
-            _report("llama.cpp's sampler", peer, alone)
 
 
 def _llguidance(matcher: GrammarMatcher, ids: list[int]) -> Iterator[float]:
@@ -75,32 +67,6 @@ def _matcher(matcher: GrammarMatcher, ids: list[int]) -> Iterator[tuple[float, f
         accepting = _seconds(partial(matcher.accept, token))
         time.sleep(DECODE_SECONDS)
         yield accepting, _seconds(matcher.allowed)
-
-
-def _llama_cpp(path: Path, ids: list[int]) -> float | None:
-    """The median of llama.cpp's grammar over a row of logits; None: it is not installed."""
-    try:
-        import llama_cpp
-    except ImportError:
-        return None
-    llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-    text = llama_cpp.LlamaGrammar.from_json_schema(json.dumps(SCHEMA), verbose=False)._grammar  # noqa: SLF001
-    vocab = llama_cpp.llama_model_get_vocab(llama.model)
-    sampler = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), b"root")
-    data = np.zeros(llama.n_vocab(), [("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-    data["id"] = np.arange(len(data))
-    times = []
-    for token in ids:
-        row: Any = llama_cpp.llama_token_data_array(
-            data=data.ctypes.data_as(llama_cpp.llama_token_data_p),
-            size=len(data),
-            selected=-1,
-            sorted=False,
-        )
-        times.append(_seconds(partial(llama_cpp.llama_sampler_apply, sampler, row)))
-        llama_cpp.llama_sampler_accept(sampler, token)
-        data["logit"] = 0
-    return median(times)
 
 
 def _seconds(work: Callable[[], object]) -> float:

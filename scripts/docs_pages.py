@@ -65,6 +65,13 @@ PAGES = (
         ),
     ),
     Page(
+        "chat",
+        "Chats",
+        "A conversation over one sequence, and prompts of messages; [the guide](../chat.md) says "
+        "what is done about text that spells control tokens.",
+        ("Chat", "ChatPrompt"),
+    ),
+    Page(
         "cache",
         "The cache and its verbs",
         "`Context.cache` has llama.cpp's verbs under llama.cpp's names. The cache of a model whose "

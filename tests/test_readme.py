@@ -35,7 +35,7 @@ def test_the_python_examples_run(smollm2_path: Path, tmp_path: Path) -> None:
 
 
 def test_the_examples_are_about_ten_lines() -> None:
-    assert len(python_blocks()) == 2
+    assert len(python_blocks()) == 3
     for block in python_blocks():
         assert len([line for line in block.splitlines() if line.strip()]) <= 12
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -325,3 +326,30 @@ def test_a_pushed_token_must_be_one(sequence: Sequence) -> None:
     number: Any = np.int64(5)
     sequence.push(number)
     assert sequence.tokens == [*before, 5]
+
+
+# -- random numbers and repetitions
+
+
+def test_a_seed_gives_the_same_text_however_it_is_cut(sequence: Sequence) -> None:
+    options = SamplerOptions(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+    others = [sequence.fork(), sequence.fork()]
+    sequence.generate(12, options=options)
+    for _ in range(3):
+        others[0].generate(4, options=options)
+    list(others[1].stream(12, options=replace(options, choice=1)))
+    assert others[0].tokens == sequence.tokens
+    assert others[1].tokens != sequence.tokens
+
+
+def test_what_dry_penalizes_is_not_repeated(sequence: Sequence) -> None:
+    """Its breakers are strings, which the model's own tokenizer spells."""
+    bias = {byte_id("a"): 1.2e3, byte_id("b"): 1e3}
+    options = SamplerOptions(temperature=0.0, dry_multiplier=500.0, logit_bias=bias)
+    sequence.append("abababab")
+    plain, broken = sequence.fork(), sequence.fork()
+    broken.append("ab:")
+    broken.append("ab:")
+    for one, repeats in ((plain, False), (broken, True)):
+        one.generate(1, options=options)
+        assert (one.tokens[-1] == byte_id("a")) is repeats

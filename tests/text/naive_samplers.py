@@ -115,7 +115,9 @@ def typ_p(logits: Logits, o: SamplerOptions) -> Logits:
     if o.typical_p >= 1:
         return logits
     shares = softmax(logits)
-    surprise = {t: -math.log(p) for t, p in shares.items()}
+    top = max(logits.values())
+    mass = math.log(math.fsum(math.exp(v - top) for v in logits.values()))
+    surprise = {t: mass + top - v for t, v in logits.items()}  # a share may be 0 by rounding
     entropy = math.fsum(shares[t] * surprise[t] for t in shares)
     order = sorted(ranked(logits), key=lambda t: round(abs(surprise[t] - entropy), 11))
     return kept(logits, reaching(order, shares, o.typical_p, o.min_keep, exceed=True))

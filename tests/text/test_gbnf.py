@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -167,3 +170,40 @@ def test_what_is_wrong_is_named(text: str, named: str) -> None:
 def test_costly_grammars_end(text: str) -> None:
     with suppress(GrammarError):
         Grammar.gbnf(text).matcher(BYTES).allowed()
+
+
+# -- grammars that come with llama.cpp, where KVCELLAR_LLAMA_VOCABS names its folder of models
+
+SHIPPED = sorted(Path(os.environ.get("KVCELLAR_LLAMA_VOCABS", "?"), "../grammars").glob("*.gbnf"))
+
+
+def drawn(node: Node, rules: Rules, chance: random.Random, depth: int = 0) -> str:
+    """A random text by the definition; RecursionError if it becomes too deep."""
+    if depth > 60:
+        raise RecursionError
+    if isinstance(node, Chars):
+        low, high = chance.choice(node.ranges)
+        return chr(min(chance.randint(low, min(high, low + 90)), 0xD7FF))
+    if isinstance(node, Ref):
+        return drawn(rules[node.name], rules, chance, depth + 1)
+    if isinstance(node, Alt):
+        return drawn(chance.choice(node.items), rules, chance, depth + 1)
+    if isinstance(node, Seq):
+        return "".join(drawn(item, rules, chance, depth + 1) for item in node.items)
+    most = node.least + 9 if node.most is None else node.most
+    times = min(node.least + int(chance.expovariate(1)), most)
+    return "".join(drawn(node.item, rules, chance, depth + 1) for _ in range(times))
+
+
+@pytest.mark.skipif(not SHIPPED, reason="needs llama.cpp's source package")
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_grammars_of_llama_cpp_accept_their_own_texts(path: Path) -> None:
+    rules, grammar = gbnf.parse(path.read_text()), Grammar.gbnf(path.read_text())
+    n_tried = 0
+    for seed in range(200):
+        with suppress(RecursionError):
+            text = drawn(rules["root"], rules, random.Random(seed))
+            if len(text) < 300 and n_tried < 20:
+                n_tried += 1
+                assert fits(grammar, text), text
+    assert n_tried > 3

@@ -213,11 +213,32 @@ def test_white_space_ends() -> None:
         ({"properties": {"x": {"type": "strin"}}}, r"properties\.x: .*strin"),
         ({"items": {"minLength": -1}}, "items: .*minLength"),
         ({"anyOf": []}, "anyOf is empty"),
+        ({"type": "object", "required": 3}, "required: must be a list of names"),
+        ({"required": ["a", []]}, "required: must be a list of names"),
+        ({"$ref": 3}, r"\$ref: must be a text"),
         ({"properties": []}, "properties: must map"),
         ({"anyOf": {}}, "anyOf: must be a list"),
         ({"items": 3}, "items: a schema is"),
         (False, "false"),
         ({"$ref": "#"}, "no text fits"),
+        (
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            r"\$defs\.a: no text",
+        ),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "never come to an end"),
+        (
+            {
+                "properties": {
+                    "x": {
+                        "type": "object",
+                        "required": ["y"],
+                        "properties": {"y": {"$ref": "#/properties/x"}},
+                    }
+                }
+            },
+            r"properties\.x: .*never come to an end",
+        ),
+        ({"allOf": [{"anyOf": [{"$ref": "#/allOf/0"}]}]}, "never come to an end"),
         ("{", "no JSON"),
         ('{"a": NaN}', "NaN"),
         ('{"type": "string", "type": "null"}', "'type' twice"),
@@ -245,6 +266,15 @@ def test_what_only_describes_is_allowed() -> None:
     assert fits(Grammar.json_schema(schema), '{"a": 2}')
 
 
+def test_recursion_that_can_end_is_allowed() -> None:
+    node = {"type": "object", "required": ["next"], "properties": {"next": {"$ref": "#/$defs/any"}}}
+    schema = {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": node, "any": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    }
+    assert fits(Grammar.json_schema(schema), '{"next": {"next": null}}')
+
+
 def test_another_kind_of_argument_is_refused() -> None:
     with pytest.raises(OptionError, match="schema"):
         Grammar.json_schema(3)  # type: ignore[arg-type]
@@ -267,6 +297,9 @@ def _deep(n: int) -> dict[str, Any]:
         ({"$ref": "#/$defs/0", "$defs": {
             **{f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(3000)},
             "3000": {"type": "null"}}}, None),
+        ({"$ref": "#/$defs/0", "$defs": {
+            **{f"{i}": {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/{i + 1}"}}
+               for i in range(2500)}, "2500": {"type": "null"}}}, None),
         ({"enum": ["x" * 300] * 1000}, "262144 are allowed"),
         ({"allOf": [{"anyOf": [{"pattern": f"a{i}"}, {"pattern": f"b{i}"}]} for i in range(20)]},
          "too large"),

@@ -116,6 +116,27 @@ def test_all_samplers_in_any_order_are_the_naive_chain(
     check(case)
 
 
+@pytest.mark.parametrize("later", ["penalties", "dry", "typ_p", "xtc"])
+@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p", "top_n_sigma"])
+def test_a_greedy_choice_minds_what_was_cut_before(cut: str, later: str) -> None:
+    """What changes the best token comes behind a cut that left one token, or two."""
+    options = neutral(
+        temperature=0.0,
+        samplers=[cut, later, "temperature"],
+        top_k=2,
+        top_p=0.7,
+        min_p=0.5,
+        top_n_sigma=0.9,
+        presence_penalty=9.0,
+        dry_multiplier=9.0,
+        dry_sequence_breakers=(),
+        typical_p=0.3,
+        xtc_probability=1.0,
+        xtc_threshold=0.05,
+    )
+    check(([2.0, 1.9, 0.9, 0.0, -3.0], options, [1, 2, 0, 1, 2]))
+
+
 def test_of_a_large_vocabulary_the_same_is_left() -> None:
     row = np.random.default_rng(5).normal(0, 3, 5000).astype(np.float32)
     row[::7] = -np.inf

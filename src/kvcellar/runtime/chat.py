@@ -318,7 +318,11 @@ class Chat:
             text = json.dumps(about, ensure_ascii=True)
         except (TypeError, ValueError, RecursionError) as error:
             raise OptionError(f"this conversation cannot be written as JSON: {error}") from None
-        return self.sequence.save(check_path("path", path), note={_NOTE: text})
+        path, sequence = check_path("path", path), self.sequence
+        n_pending = len(sequence) - sequence.context.cache.seq_count(sequence.seq_id)
+        if n_pending > sequence.context.cache.n_free():
+            sequence.trim(n_pending)  # the turns have these tokens, too
+        return sequence.save(path, note={_NOTE: text})
 
     @classmethod
     def load(cls, context: Context | Model, path: str | Path, **arguments: Any) -> Chat:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,11 +86,15 @@ class ChatPrompt:
 
 
 class Span(NamedTuple):
-    """Characters ``[begin, end)`` of a rendered prompt, and the text of a message they are from."""
+    """Characters ``[begin, end)`` of a rendered prompt, and the text of a message they are from.
+
+    ``is_literal``: they are text, whatever they spell.
+    """
 
     begin: int
     end: int
     text: MarkedText
+    is_literal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +226,9 @@ class ChatFormat:
         if marker.n_spelled:
             fewer = _Marker(self.tokenizer, self.template.source, (), around=False)
             found, _, spelled = self._followed(fewer, messages, numbers, render, extra)
-        is_followed = found == text
-        spans = _search(text, marker.texts, self.tokenizer if strict and not is_followed else None)
-        spans = sorted([*spans, *spelled] if is_followed else spans, key=lambda span: span[:2])
+        spans = _search(text, marker.texts, self.tokenizer)
+        if found == text:
+            spans = sorted([*spans, *spelled], key=lambda span: span[:2])
         if strict:
             self._check_no_more(text, spans, messages, render, extra)
         return text, spans
@@ -252,17 +257,22 @@ class ChatFormat:
         render: Callable[..., str],
         extra: Mapping[str, Any],
     ) -> None:
-        """Refuse a prompt that has more tokens to be matched whole than the template writes."""
-        taken_out = {ord(char): "x" for char in self.tokenizer.first_characters()}
+        """Refuse a prompt that has more of a token than the template writes by itself."""
+        tokenizer = self.tokenizer
+        taken_out = {ord(char): "x" for char in tokenizer.first_characters()}
         harmless = [_translated(message, taken_out) for message in messages]
-        n_own = len(self.tokenizer.spelled_tokens(render(harmless, _translated(extra, taken_out))))
+        own = render(harmless, _translated(extra, taken_out))
+        n_own = Counter(own[begin:end] for begin, end in tokenizer.spelled_tokens(own))
         ranges = _ranges(spans)
-        found = self.tokenizer.spelled_tokens(text)
-        n_found = sum(all(e <= begin or b >= end for begin, end in ranges) for b, e in found)
-        if n_found > n_own:
+        found = Counter(
+            text[begin:end]
+            for begin, end in tokenizer.spelled_tokens(text)
+            if all(end <= first or begin >= last for first, last in ranges)
+        )
+        if more := found - n_own:
             raise TemplateError(
-                "a message spells tokens of the model, and the chat template changes its text: "
-                "take them out, or pass parse_special=True to let them be tokens"
+                f"a message spells {next(iter(more))!r}, a token of the model, and the template "
+                "changes its text: take it out, or pass parse_special=True to keep it as one"
             )
 
     # -- tokens
@@ -528,41 +538,27 @@ def _common(a: str, b: str) -> int:
     return n
 
 
-def _search(
-    text: str, texts: Sequence[MarkedText], tokenizer: Tokenizer | None = None
-) -> list[Span]:
+def _search(text: str, texts: Sequence[MarkedText], tokenizer: Tokenizer) -> list[Span]:
     """Find texts in a prompt whose template looks at more than their beginnings and ends.
 
-    With a tokenizer, one that spells a token has to be found.
+    One that spells a token is found wherever it stands, of others the next place is taken.
     """
     spans: list[Span] = []
     at = 0
     for one in texts:
-        matters = tokenizer is not None and bool(tokenizer.spelled_tokens(one.core))
-        place = text.find(one.core, at)
-        if place < 0 and matters:
-            place = text.find(one.core)
-        if place >= 0:
-            spans.append(Span(place, place + len(one.core), one))
-            at = max(at, place + len(one.core))
-        if not matters:
-            continue
-        if place < 0:
-            raise TemplateError(
-                f"{one.name} spells a token of the model, and the chat template changes the text: "
-                "take it out, or pass parse_special=True to let it be one"
-            )
-        again = text.find(one.core, place + 1)
-        while again >= 0:
-            spans.append(Span(again, again + len(one.core), one))
-            again = text.find(one.core, again + 1)
+        spells = bool(tokenizer.spelled_tokens(one.core))
+        place = text.find(one.core, 0 if spells else at) if one.core else -1
+        while place >= 0:
+            at = place + len(one.core)
+            spans.append(Span(place, at, one, spells))
+            place = text.find(one.core, at) if spells else -1
     return sorted(spans, key=lambda span: (span.begin, span.end))
 
 
 def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Return the characters that are in any span, as ascending ranges."""
+    """Return the characters that are literal, as ascending ranges."""
     ranges: list[tuple[int, int]] = []
-    for begin, end, _ in sorted(spans, key=lambda span: span[:2]):
+    for begin, end in sorted(span[:2] for span in spans if span.is_literal):
         if ranges and begin < ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         else:

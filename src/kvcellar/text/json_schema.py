@@ -161,6 +161,63 @@ def _check(root: dict[str, Any] | bool) -> None:
     for path, ref in refs:
         if not ref.startswith("#") or _resolved(root, ref) not in targets:
             _refuse((*path, "$ref"), f"{shown(ref)} is not the path of a schema in here")
+    _check_ends(root)
+
+
+def _check_ends(root: dict[str, Any] | bool) -> None:
+    """Refuse schemas whose values hold values of the same kind without end."""
+    schemas = dict(_walk(root))
+    users: dict[Path, list[Path]] = {path: [] for path in schemas}
+    above: list[Path] = []
+    for path, schema in schemas.items():  # each right behind what it is in, and all of that
+        while above and path[: len(above[-1])] != above[-1]:
+            above.pop()
+        if above:
+            users[path].append(above[-1])
+        above.append(path)
+        if isinstance(schema, dict) and "$ref" in schema:
+            users[_resolved(root, schema["$ref"]) or ()].append(path)
+    ending: set[Path] = set()
+    pending = list(schemas)
+    while pending:
+        path = pending.pop()
+        if path not in ending and _ends(root, path, schemas[path], ending):
+            ending.add(path)
+            pending += users[path]
+    for path in schemas:
+        if path not in ending:
+            _refuse(path, "no text fits it: its values never come to an end")
+
+
+def _ends(root: object, path: Path, schema: Any, ending: set[Path]) -> bool:
+    """Whether some value ends, as far as is known; one that no value fits counts as well."""
+    if isinstance(schema, bool) or "const" in schema or "enum" in schema:
+        return True
+    if "$ref" in schema and _resolved(root, schema["$ref"]) not in ending:
+        return False
+    if any((*path, "allOf", i) not in ending for i in range(len(schema.get("allOf", ())))):
+        return False
+    for key in ("anyOf", "oneOf"):
+        options = [(*path, key, i) for i in range(len(schema.get(key, ())))]
+        if options and ending.isdisjoint(options):
+            return False
+    types = schema.get("type", "null")
+    if not {types} <= {"object", "array"} if isinstance(types, str) else True:
+        return True
+    if types == "object":
+        required = schema.get("required", ())
+        needed: list[Path] = [(*path, "properties", name) for name in required]
+        return all(at in ending for at in needed if at[-1] in schema.get("properties", {}))
+    least = schema.get("minItems", 0)
+    if not isinstance(least, int) or least < 1:
+        return True
+    prefix = "items" if isinstance(schema.get("items"), list) else "prefixItems"
+    first = schema.get(prefix, ())
+    rest = "additionalItems" if prefix == "items" else "items"
+    inner: list[Path] = [(*path, prefix, i) for i in range(min(least, len(first)))]
+    if least > len(first) and rest in schema:
+        inner.append((*path, rest))
+    return all(at in ending for at in inner)
 
 
 def _walk(root: object) -> Iterator[tuple[Path, Any]]:
@@ -199,10 +256,16 @@ def _check_keywords(path: Path, schema: dict[str, Any]) -> None:
         if key in _ROOT_ONLY and not path:
             continue
         if key in _MAPS:
-            for name in value:
+            for name in value if isinstance(value, dict) else ():
                 _check_text(here, name)
         elif key not in _VALUES:
             _refuse(here, "this keyword is not supported")
+        elif key == "$ref" and not isinstance(value, str):
+            _refuse(here, f"must be a text, not {shown(value)}")
+        elif key == "required" and not (
+            isinstance(value, list) and all(isinstance(name, str) for name in value)
+        ):
+            _refuse(here, f"must be a list of names, not {shown(value)}")
         elif key in ("const", "enum", "required"):
             _check_value(here, value)
         elif key == "format":

@@ -313,8 +313,8 @@ _STEPS: Mapping[str, Step] = {
     "xtc": _xtc,
     "temperature": _temperature,
 }
-_MAY_DROP_BEST = {"typ_p", "xtc"}
-_NEVER_DROP_BEST = {"top_n_sigma", "top_k", "top_p", "min_p"}
+_KEEPS_BEST = frozenset({"top_n_sigma", "top_k", "top_p", "min_p", "temperature"})
+"""Steps after which the best token is still the best."""
 
 
 def _chain(options: SamplerOptions, tokenizer: Spelling | None) -> tuple[Step, ...]:
@@ -344,9 +344,10 @@ def _active(options: SamplerOptions) -> list[str]:
     }
     names = [name for name in options.order if is_on[name]]
     if options.is_greedy:
-        names = names[: names.index("temperature") + 1]
-        if not _MAY_DROP_BEST & set(names):
-            names = [name for name in names if name not in _NEVER_DROP_BEST]
+        names = names[: names.index("temperature")]
+        while names and names[-1] in _KEEPS_BEST:
+            names.pop()
+        names.append("temperature")
     return names
 
 

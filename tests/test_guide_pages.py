@@ -1,4 +1,4 @@
-"""docs/generation.md runs as it stands, and names every verb and every reason to stop."""
+"""Code of docs/generation.md and docs/chat.md runs as it stands; reasons to stop are named."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from kvcellar.runtime.results import FinishReason
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "generation.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return PAGE.read_text("utf-8")
+    return (DOCS / "generation.md").read_text("utf-8")
 
 
 def test_the_examples_run(page: str, smollm2_path: Path) -> None:
@@ -35,3 +35,14 @@ def test_the_examples_run(page: str, smollm2_path: Path) -> None:
 def test_every_reason_to_stop_is_explained(page: str) -> None:
     section = page.partition("## Where it stops")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)[1:] == list(get_args(FinishReason))
+
+
+def test_the_examples_of_chats_run(smollm2_path: Path) -> None:
+    page = (DOCS / "chat.md").read_text("utf-8")
+    names: dict[str, Any] = {"path": smollm2_path}
+    with redirect_stdout(io.StringIO()) as printed:
+        for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(code, names)
+    names["model"].close()
+    assert [len(turn.ids) > 2 for turn in names["chat"].turns] == [True, True]
+    assert len(printed.getvalue()) > 50
