@@ -45,6 +45,8 @@ class LlamaText:
         self.chain = self._chain(settings["sampling"])
         for token in settings["history"]:
             lib.llama_sampler_accept(self.chain, token)
+        self.grammar = self._grammar(settings["schema"])
+        self.value = settings["value"]
         return {"": {"seconds": 0.0, "count": 1}}
 
     def tokenise(self) -> Measured:
@@ -62,21 +64,63 @@ class LlamaText:
         """Render the chat."""
         return _timed(lambda: self.formatter(messages=self.messages))
 
+    def prompt(self) -> Measured:
+        """Render the chat and tokenise that."""
+
+        def run() -> None:
+            text = self.formatter(messages=self.messages).prompt.encode()
+            n = self.lib.llama_tokenize(
+                self.vocab, text, len(text), self.ids, len(self.ids), False, True
+            )
+            assert n > 0, n
+
+        return _timed(run)
+
     def sample(self) -> Measured:
         """Sample some tokens, from the same logits each time."""
+        apply = self._applied(self.chain)
+
+        def run() -> None:
+            for _ in range(self.n_samples):
+                apply()
+
+        return _timed(run)
+
+    def mask(self) -> Measured:
+        """Find what may follow, token by token of a value that fits a schema."""
+        lib, apply = self.lib, self._applied(self.grammar)
+        lib.llama_sampler_reset(self.grammar)
+
+        def run() -> None:
+            for token in self.value:
+                apply()
+                lib.llama_sampler_accept(self.grammar, token)
+
+        return _timed(run)
+
+    def _applied(self, sampler: Any) -> Callable[[], None]:
+        """Return what applies a sampler to the logits."""
         lib, n = self.lib, len(self.logits)
         kind = [("id", self.np.intc), ("logit", self.np.single), ("p", self.np.single)]
         data = self.np.recarray((n,), dtype=self.np.dtype(kind, align=True))
         ids = self.np.arange(n, dtype=self.np.intc)
 
-        def run() -> None:
-            for _ in range(self.n_samples):
-                data["id"], data["logit"], data["p"] = ids, self.logits, 0.0
-                pointer = data.ctypes.data_as(lib.llama_token_data_p)
-                row = lib.llama_token_data_array(data=pointer, size=n, selected=-1, sorted=False)
-                lib.llama_sampler_apply(self.chain, ctypes.byref(row))
+        def apply() -> None:
+            data["id"], data["logit"], data["p"] = ids, self.logits, 0.0
+            pointer = data.ctypes.data_as(lib.llama_token_data_p)
+            row = lib.llama_token_data_array(data=pointer, size=n, selected=-1, sorted=False)
+            lib.llama_sampler_apply(sampler, ctypes.byref(row))
 
-        return _timed(run)
+        return apply
+
+    def _grammar(self, schema: str) -> Any:
+        from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+        text = json_schema_to_gbnf(schema).encode()
+        grammar = self.lib.llama_sampler_init_grammar(self.vocab, text, b"root")
+        if not grammar:
+            raise RuntimeError("it cannot make a grammar of the schema")
+        return grammar
 
     def _formatter(self) -> Any:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter

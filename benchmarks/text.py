@@ -1,4 +1,4 @@
-"""Text to tokens, a chat to text, logits to a token: beside llama.cpp in one run.
+"""Text to tokens, a chat to text, logits to a token, masks: beside llama.cpp in one run.
 
     python benchmarks/text.py [--model smollm2] [--repeats 15] [--only NAME]
 
@@ -7,7 +7,10 @@ time over ours: above 1 ours is faster.
 
 * ``tokenise``: 1 MB of mixed text (prose, code, numbers, other scripts, emoji).
 * ``render``: a chat of 100 turns by the model's template; the peer is llama-cpp-python's renderer.
+* ``prompt``: the same chat to tokens: ours with texts that cannot spell control tokens, and each
+  token's message; the peer renders and tokenizes.
 * ``sample``: one token with every sampler on, behind a history of 8,000 tokens.
+* ``mask``: what may follow by a JSON Schema, for each token of a value; nothing is computed beside.
 
 The peer is llama-cpp-python in the environment of ``KVCELLAR_PEER_PYTHON``; without it ours is
 measured alone. Sampling is also shown as a share of a decode of the model with one token.
@@ -16,6 +19,7 @@ measured alone. Sampling is also shown as a share of a decode of the model with 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,6 +35,7 @@ from _results import Spread
 import kvcellar as kv
 from kvcellar.text.sampler import Sampler
 
+NAMES = ("tokenise", "render", "prompt", "sample", "mask")
 N_BYTES = 1_000_000
 N_TURNS = 100
 N_HISTORY = 8000
@@ -53,6 +58,18 @@ SAMPLING: Mapping[str, Any] = {
     "dry_multiplier": 0.8,
     "seed": 1,
 }
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "kind": {"enum": ["a", "bb", "ccc"]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+    "additionalProperties": False,
+}
+VALUE = {"name": "Ada, Countess of Lovelace", "age": 36, "tags": ["maths", "poetry"], "kind": "bb"}
 PARTS = (
     "The cellar was cool and dark, and nobody had been down there since the spring. ",
     "def find(values: list[int], key: int) -> int:\n    return bisect_left(values, key) + 1\n",
@@ -89,11 +106,27 @@ def ours(model: kv.Model) -> dict[str, Callable[[], object]]:
         for i in range(N_SAMPLES):
             sampler.sample(row, history, position=N_HISTORY + i)
 
+    grammar, value = kv.Grammar.json_schema(SCHEMA), value_ids(model)
+    begin = grammar.matcher(model.tokenizer)
+
+    def mask() -> None:
+        matcher = begin.copy()
+        for token in value:
+            matcher.allowed()
+            matcher.accept(token)
+
     return {
         "tokenise": lambda: model.tokenizer.encode(text),
         "render": lambda: model.chat_template.render(chat),
+        "prompt": lambda: model.chat(chat),
         "sample": sample,
+        "mask": mask,
     }
+
+
+def value_ids(model: kv.Model) -> list[int]:
+    """Return the tokens of a value that fits the schema."""
+    return model.tokenizer.encode(json.dumps(VALUE), add_special=False)
 
 
 def logits(n_vocab: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -114,7 +147,7 @@ def measure(
     mine = ours(model)
     found: dict[str, dict[str, list[float]]] = {}
     for name in names:
-        count = N_SAMPLES if name == "sample" else 1
+        count = {"sample": N_SAMPLES, "mask": len(value_ids(model))}.get(name, 1)
         sides: dict[str, Callable[[], float]] = {"ours": partial(_seconds, mine[name])}
         if peer is not None:
             sides["peer"] = partial(_peer_seconds, peer, name)
@@ -164,6 +197,8 @@ def start_peer(model: kv.Model) -> Worker | None:
         "logits": logits(n_vocab).tolist(),
         "history": tokens(n_vocab),
         "n_samples": N_SAMPLES,
+        "schema": json.dumps(SCHEMA),
+        "value": value_ids(model),
     }
     worker = Worker("_worker_text.py", {}, python=python)
     try:
@@ -179,10 +214,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2", help="model with a template (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only", choices=("tokenise", "render", "sample"))
+    parser.add_argument("--only", choices=NAMES)
     parser.add_argument("--threads", type=int, default=1, help="of the decode")
     options = parser.parse_args()
-    names = [options.only] if options.only else ["tokenise", "render", "sample"]
+    names = [options.only] if options.only else list(NAMES)
     with kv.Model.from_gguf(kv.find_model(options.model), n_threads=options.threads) as model:
         try:
             peer = start_peer(model)

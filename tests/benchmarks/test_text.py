@@ -29,12 +29,13 @@ def test_every_part_is_measured_in_turns(
     monkeypatch.setattr(text, "N_TURNS", 4)
     monkeypatch.setattr(text, "N_SAMPLES", 2)
     peer: Any = Peer()
-    names = ["tokenise", "render", "sample"]
+    names = list(text.NAMES)
     with kv.Model.from_gguf(smollm2_path, n_threads=1) as model:
         found = text.measure(model, peer, names, repeats=3)
     assert peer.asked == [name for name in names for _ in range(4)]
     assert found["tokenise"]["peer"] == [2.0] * 3
     assert found["sample"]["peer"] == [1.0] * 3  # of one token
+    assert found["mask"]["peer"][0] < 0.2
     lines = list(text.table(found))
     assert [line.split()[0] for line in lines[1:]] == names
     mine, ratio = float(lines[1].split()[1]), float(lines[1].split("]")[1].split()[1])

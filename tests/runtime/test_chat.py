@@ -243,6 +243,19 @@ def test_a_stop_string_is_not_part_of_the_answer(bytes_model: Model) -> None:
         check(chat)
 
 
+def test_stop_tokens_and_ignore_eos_are_passed_on(bytes_model: Model) -> None:
+    end = bytes_model.tokenizer.vocab.tokens.index("<E>")
+    bias = {end: 100.0}
+    with bytes_model.context(n_ctx=256) as context:
+        chat = Chat(context)
+        assert chat.ask("hi", 5, logit_bias=bias) == ""
+        assert chat.finish_reason == "stop_token"
+        assert len(chat.ask("hi", 5, logit_bias=bias, ignore_eos=True)) > 0
+        ids = chat.turns[-1].ids or ()
+        chat.retry(-1, 5, stop_tokens=[ids[2]], ignore_eos=True)
+        assert len(chat.turns[-1].ids or ()) <= 2
+
+
 # -- forms of what is said
 
 

@@ -54,6 +54,7 @@ def chat(
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
     stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
     stats: o.ShowStats = False,
     sampling: o.Sampling,
     constraining: o.Constraining,
@@ -65,7 +66,9 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     """
-    answering = o.Answering(max_tokens, stop, sampling.checked(), constraining.checked())
+    answering = o.Answering(
+        max_tokens, stop, sampling.checked(), constraining.checked(), ignore_eos
+    )
     with computing.open(model) as context, cache.open() as prompts:
         grows = computing.n_ctx is None
         conversation = Conversation(context, answering, system, prompts, templates, grows=grows)
@@ -185,6 +188,7 @@ class Conversation:
             "max_tokens": self._answering.limit,
             "stop": self._answering.stop or (),
             "grammar": self._answering.grammar,
+            "ignore_eos": self._answering.ignore_eos,
         }
 
 

@@ -41,6 +41,9 @@ Stop = Annotated[
     list[str] | None,
     typer.Option("--stop", metavar="TEXT", help="Stop at this text; can be repeated."),
 ]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on where the model would end the text.")
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
 Pre = Annotated[
     str | None,
@@ -402,6 +405,7 @@ class Answering:
         stop: texts that end an answer.
         sampling: how tokens are chosen.
         grammar: what an answer may be.
+        ignore_eos: the model's own stop tokens are never drawn.
 
     Raises:
         OptionError: ``max_tokens`` is out of range.
@@ -411,6 +415,7 @@ class Answering:
     stop: list[str] | None
     sampling: SamplerOptions
     grammar: Grammar | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if not -1 <= self.max_tokens <= _MOST_TOKENS:
@@ -443,7 +448,9 @@ class Answering:
             CacheFull: no cell is left.
             GrammarError: the grammar cannot be followed.
         """
-        return self.hinted(sequence.stream(self.limit, stop=self.stop or (), sampler=sampler))
+        return self.hinted(
+            sequence.stream(self.limit, sampler=sampler, stop=self.stop, ignore_eos=self.ignore_eos)
+        )
 
     def hinted(self, pieces: Iterator[str]) -> Iterator[str]:
         """Yield what comes; a full cache is told with the option that helps."""

@@ -45,6 +45,7 @@ def run(
     prompt_file: PromptFile = None,
     max_tokens: o.MaxTokens = 256,
     stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
     raw: Raw = False,
     chat: AsChat = False,
     system: o.System = None,
@@ -64,7 +65,9 @@ def run(
     if raw and (chat or system is not None):
         raise OptionError("--raw takes no chat template: leave out --chat and --system")
     output = Output()
-    answering = o.Answering(max_tokens, stop, sampling.checked(), constraining.checked())
+    answering = o.Answering(
+        max_tokens, stop, sampling.checked(), constraining.checked(), ignore_eos
+    )
     text = read_prompt(prompt, prompt_file)
     if not text:
         raise BatchError("the prompt is empty")

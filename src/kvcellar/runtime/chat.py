@@ -199,7 +199,9 @@ class Chat:
         max_tokens: int | None = None,
         *,
         turn: int | None = None,
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
+        stop_tokens: Iterable[int] = (),
+        ignore_eos: bool = False,
         options: SamplerOptions | None = None,
         grammar: Grammar | None = None,
         **sampling: Any,
@@ -214,6 +216,8 @@ class Chat:
             turn: say it in place of this turn, an index of ``turns``; it and all behind it are
                 dropped. None: say it last.
             stop: one or several strings to stop at.
+            stop_tokens: further tokens to stop at.
+            ignore_eos: never draw the model's own stop tokens.
             options: how to sample this answer; the chat's when None.
             grammar: what this answer may be.
             **sampling: single fields of :class:`SamplerOptions`.
@@ -240,7 +244,14 @@ class Chat:
             matcher = grammar.matcher(tokenizer)
         sampler = Sampler(chosen, constraint=matcher, tokenizer=tokenizer)
         self._begin(before, said, (), _wanted(limit))
-        return self._answer(limit, stop, sampler)
+        stream = partial(
+            self.sequence.stream,
+            sampler=sampler,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            ignore_eos=ignore_eos,
+        )
+        return self._answer(limit, stream)
 
     def retry(self, turn: int = -1, max_tokens: int | None = None, **arguments: Any) -> str:
         """Answer a turn again; it and all behind it are dropped. Return the new answer.
@@ -465,10 +476,9 @@ class Chat:
         return n_kept
 
     def _answer(
-        self, limit: int | None, stop: str | Iterable[str], sampler: Sampler
+        self, limit: int | None, stream: Callable[[int | None], Iterator[str]]
     ) -> Iterator[str]:
         """Yield the answer that was begun."""
-        stream = partial(self.sequence.stream, stop=stop, sampler=sampler)
         self._stream = self._pieces(stream, stream(limit), limit)
         return self._stream
 
