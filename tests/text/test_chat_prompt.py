@@ -47,6 +47,9 @@ TEMPLATES = {
     "writes ASCII": HEAD + "{{ {'a': m.content} | tojson(ensure_ascii=true) }}" + TAIL,
     "repeats": HEAD + "{{ m.content }}{{ m.content }}" + TAIL,
     "measures": HEAD + "{{ m.content | length }}: {{ m.content }}" + TAIL,
+    "shows middles": HEAD
+    + "{% set p = m.content.split('</think>') %}{{ p[1:-1] | join if p | length > 3 }}"
+    + TAIL,
     "roles behind": "{% for m in messages %}{{ m.content }} <|im_start|>{{ m.role }}\n{% endfor %}",
     "joins": HEAD + "{{ m.content | replace('-', '') if m.content | length > 3 }}" + TAIL,
 }

@@ -131,6 +131,24 @@ class MarkedText:
 _NOBODY = MarkedText("", TEMPLATE, False, "", 0, 0)
 
 
+class _Unmarked(NamedTuple):
+    """A prompt that was rendered with marks, without them.
+
+    ``spans``: what was between marks of texts; ``spelled``: between those of spelled tokens;
+    ``is_whole``: every text is there with both its marks.
+    """
+
+    text: str | None
+    spans: list[Span]
+    spelled: list[Span]
+    is_whole: bool
+
+    @property
+    def all_spans(self) -> list[Span]:
+        """Return both, in order."""
+        return sorted([*self.spans, *self.spelled], key=lambda span: span[:2])
+
+
 class ChatFormat:
     """A template and the vocabulary that its prompts are made of.
 
@@ -177,7 +195,7 @@ class ChatFormat:
         parse_special = check_bool("parse_special", parse_special)
         open_end = check_bool("continue_final_message", continue_final_message)
         begins_answer = check_bool("add_generation_prompt", add_generation_prompt) and not open_end
-        extra = {} if variables is None else dict(check_kind("variables", variables, dict))
+        extra = _check_variables(variables)
         if checked := check_tools(tools):
             extra["tools"] = checked
         dialect = self._dialect(extra)
@@ -219,16 +237,17 @@ class ChatFormat:
         if _SURROGATE.search(text):
             raise TemplateError("a message has a lone surrogate, which no text can contain")
         marker = _Marker(self.tokenizer, self.template.source, sampled)
-        found, spans, spelled = self._followed(marker, messages, numbers, render, extra)
-        if found == text:
-            return text, sorted([*spans, *spelled], key=lambda span: span[:2])
-        spelled = []
-        if marker.n_spelled:
-            fewer = _Marker(self.tokenizer, self.template.source, (), around=False)
-            found, _, spelled = self._followed(fewer, messages, numbers, render, extra)
-        spans = _search(text, marker.texts, self.tokenizer)
-        if found == text:
-            spans = sorted([*spans, *spelled], key=lambda span: span[:2])
+        found = self._followed(marker, messages, numbers, render, extra)
+        if found.text == text and found.is_whole:
+            return text, found.all_spans
+        spans = found.all_spans
+        if found.text != text:
+            spans = _search(text, marker.texts, self.tokenizer)
+            if marker.n_spelled:
+                fewer = _Marker(self.tokenizer, self.template.source, (), around=False)
+                found = self._followed(fewer, messages, numbers, render, extra)
+                if found.text == text:
+                    spans = sorted([*spans, *found.spelled], key=lambda span: span[:2])
         if strict:
             self._check_no_more(text, spans, messages, render, extra)
         return text, spans
@@ -240,14 +259,14 @@ class ChatFormat:
         numbers: list[int],
         render: Callable[..., str],
         extra: Mapping[str, Any],
-    ) -> tuple[str | None, list[Span], list[Span]]:
-        """Render with marks; return what :func:`_unmark` does, None if it cannot be rendered."""
+    ) -> _Unmarked:
+        """Render with marks and take them out; the text is None if it cannot be rendered."""
         marked = [marker.message(m, i) for m, i in zip(messages, numbers, strict=True)]
         values = {key: marker.value(value, key, TEMPLATE) for key, value in extra.items()}
         try:
             return _unmark(render(marked, values), marker.texts)
         except TemplateError:
-            return None, [], []
+            return _Unmarked(None, [], [], is_whole=False)
 
     def _check_no_more(
         self,
@@ -473,13 +492,8 @@ def _numbers(cleaned: Sequence[Mapping[str, Any]], messages: Sequence[Message]) 
     return [*left, *[len(messages) - 1] * (len(cleaned) - len(left))]
 
 
-def _unmark(marked: str, texts: Sequence[MarkedText]) -> tuple[str, list[Span], list[Span]]:
-    """Take the marks out of a rendered prompt.
-
-    Returns:
-        The prompt, what was between marks of texts, and what between those of spelled tokens. Marks
-        that cannot be read stay in it.
-    """
+def _unmark(marked: str, texts: Sequence[MarkedText]) -> _Unmarked:
+    """Take the marks out of a rendered prompt."""
     parts: list[str] = []
     events: list[tuple[int, bool, int]] = []  # place, opens, number of the text
     spelled: list[Span] = []
@@ -500,7 +514,10 @@ def _unmark(marked: str, texts: Sequence[MarkedText]) -> tuple[str, list[Span], 
             spelled.append(Span(opened, at, _NOBODY))
             opened = -1
     text = "".join([*parts, marked[done:]])
-    return text, _between(text, texts, events), spelled
+    pairs = zip(events[::2], events[1::2], strict=False)
+    is_paired = all(a[1:] == (True, b[2]) and not b[1] for a, b in pairs) and len(events) % 2 == 0
+    is_whole = is_paired and len({number for _, _, number in events}) == len(texts)
+    return _Unmarked(text, _between(text, texts, events), spelled, is_whole)
 
 
 def _between(
@@ -577,6 +594,14 @@ def check_tools(tools: object) -> list[Mapping[str, Any]]:
     if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
         raise OptionError(f"tools={shown(tools)}: give a list of mappings, one a function")
     return list(tools)
+
+
+def _check_variables(variables: object) -> dict[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise OptionError(f"variables={shown(variables)}: give a mapping of names to values")
+    return dict(variables)
 
 
 def _cut_behind_last(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> str:
