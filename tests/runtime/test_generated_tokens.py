@@ -22,7 +22,7 @@ from kvcellar.text.grammar import Grammar
 from kvcellar.text.sampler import Sampler, SamplerOptions
 from tests.text.vocabularies import make_bpe
 
-N_VOCAB, END, MARK = 260, 256, 257
+N_VOCAB, END, MARK = 259, 256, 257
 DRAWN = SamplerOptions(1.0, 0, 1.0, 0.0, seed=7)
 
 

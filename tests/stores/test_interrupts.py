@@ -153,7 +153,7 @@ def folders(filled: Path, tmp_path: Path) -> Callable[[], Path]:
 
 def assert_clean(folder: Path, where: str, *, is_tidy: bool = True) -> None:
     """Nothing stays that no row has, or nothing that gc does not remove; others find the same."""
-    gc.collect()  # an index that nobody refers to is closed then
+    gc.collect(1)  # an index that nobody refers to is closed then
     with closing(DiskStore(folder, fsync=False)) as other:
         report = other.verify()
         assert report.is_sound, where
@@ -209,7 +209,7 @@ def test_disk(folders: Callable[[], Path], verb: str) -> None:
         return lambda: act(opened[0])
 
     n_files = n_open_files()
-    for where in each_line(prepare, SOURCE):
+    for where in each_line(prepare, SOURCE, step=3):
         store = opened[0]
         if verb == "close":
             store.close()
@@ -244,7 +244,7 @@ def test_opening_a_folder(folders: Callable[[], Path], what: str) -> None:
         )
 
     n_files = n_open_files()
-    for where in each_line(prepare, SOURCE):
+    for where in each_line(prepare, SOURCE, step=3):
         store = DiskStore(folder, BUDGET, fsync=False)
         assert_sound(store, set(KEYS) if what == "nothing" else set(), where)
         store.close()
@@ -275,7 +275,7 @@ def test_redis(redis_url: str, verb: str, where_to: str) -> None:
         return lambda: act(store)
 
     n_files = n_open_files()
-    for where in each_line(prepare, files, step=1 if where_to == "ours" else 3):
+    for where in each_line(prepare, files, step=2 if where_to == "ours" else 7):
         in_another_thread(lambda: list(store.entries()), where)
         assert_sound(store, may_lack, where)
     assert n_open_files() <= n_files + 2
