@@ -142,10 +142,14 @@ class LlamaText:
         strings = (ctypes.c_char_p * len(breakers))(*breakers)
         for sampler in (
             lib.llama_sampler_init_penalties(
-                64, o["repetition_penalty"], o["frequency_penalty"], o["presence_penalty"]
+                len(self.logits),
+                64,
+                o["repetition_penalty"],
+                o["frequency_penalty"],
+                o["presence_penalty"],
             ),
             lib.llama_sampler_init_dry(
-                self.vocab, 8192, o["dry_multiplier"], 1.75, 2, 64, strings, len(breakers)
+                self.vocab, o["dry_multiplier"], 1.75, 2, 64, strings, len(breakers)
             ),
             lib.llama_sampler_init_top_n_sigma(o["top_n_sigma"]),
             lib.llama_sampler_init_top_k(o["top_k"]),

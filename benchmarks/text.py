@@ -5,7 +5,8 @@
 Each part is done by both in turns, and figures are medians with their ranges. "ratio" is the peer's
 time over ours: above 1 ours is faster.
 
-* ``tokenise``: 1 MB of mixed text (prose, code, numbers, other scripts, emoji).
+* ``tokenise``: 1 MB of mixed text (prose, code, numbers, other scripts, emoji); beside llama.cpp
+  also Hugging Face's tokenizers, which is what merges bytes here, called directly.
 * ``render``: a chat of 100 turns by the model's template; the peer is llama-cpp-python's renderer.
 * ``prompt``: the same chat to tokens: ours with texts that cannot spell control tokens, and each
   token's message; the peer renders and tokenizes.
@@ -124,6 +125,15 @@ def ours(model: kv.Model) -> dict[str, Callable[[], object]]:
     }
 
 
+def library(model: kv.Model) -> Callable[[], object]:
+    """Return what tokenises the same text with Hugging Face's tokenizers alone."""
+    text, encoder = mixed_text(N_BYTES), model.tokenizer._encoder  # noqa: SLF001
+    made = getattr(encoder, "_tokenizer", None)
+    if made is None:
+        raise SystemExit(f"{model.path.name} has a vocabulary that this library does not know")
+    return lambda: made.encode(text, add_special_tokens=False)
+
+
 def value_ids(model: kv.Model) -> list[int]:
     """Return the tokens of a value that fits the schema."""
     return model.tokenizer.encode(json.dumps(VALUE), add_special=False)
@@ -151,6 +161,8 @@ def measure(
         sides: dict[str, Callable[[], float]] = {"ours": partial(_seconds, mine[name])}
         if peer is not None:
             sides["peer"] = partial(_peer_seconds, peer, name)
+        if name == "tokenise":
+            sides["library"] = partial(_seconds, library(model))
         found[name] = {side: [] for side in sides}
         for i in range(repeats + 1):
             for side in list(sides)[:: -1 if i % 2 else 1]:
@@ -180,6 +192,11 @@ def table(found: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
             line += f"  {1000 * median(sides['peer']):10.3f}  {ratio.median:7.2f}"
             line += f"  {ratio.least:.2f} to {ratio.largest:.2f}"
         yield line
+        if "library" in sides:
+            pairs = zip(sides["ours"], sides["library"], strict=True)
+            ratio = Spread.of([theirs / mine for mine, theirs in pairs])
+            line = f"{'':10}{'':47}{1000 * median(sides['library']):10.3f}  {ratio.median:7.2f}"
+            yield f"{line}  {ratio.least:.2f} to {ratio.largest:.2f}  tokenizers (Hugging Face)"
 
 
 def start_peer(model: kv.Model) -> Worker | None:

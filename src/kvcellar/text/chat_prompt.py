@@ -322,8 +322,12 @@ class ChatFormat:
             for run in runs:
                 is_whole = len(run.ids) == 1 and tokenizer.is_matched_whole(run.ids[0])
                 ends = done + run.end if is_whole else None
-                places = self._places(text[done:begin], run)
-                owners += [owners_at(done + place, ends) for place in places]
+                owner = owners_at(done + run.begin, ends)
+                if owners_at.is_one(done + run.begin, done + run.end):
+                    owners += [owner] * len(run.ids)
+                else:
+                    places = self._places(text[done:begin], run)
+                    owners += [owners_at(done + place, ends) for place in places]
                 ids += run.ids
             ids += sampled
             owners += [message] * len(sampled)
@@ -340,10 +344,8 @@ class ChatFormat:
         Vocabularies that normalize text, or put a space before it, have other bytes: these places
         are scaled.
         """
-        if len(run.ids) == 1:
-            return [run.begin]
-        part = text[run.begin : run.end]
-        sizes = [len(self.tokenizer.token_bytes(token)) for token in run.ids]
+        part, pieces = text[run.begin : run.end], self.tokenizer.pieces
+        sizes = [len(pieces[token]) for token in run.ids]
         starts = list(accumulate(sizes, initial=0))
         scale = len(part.encode()) / (starts[-1] or 1)
         last = len(part) - 1
@@ -383,6 +385,19 @@ class _Owners:
         if self._i and (self._tail is None or place < self._tail):
             return self._message(self._i - 1)
         return self._message(self._i) if self._i < len(self._spans) else self._last
+
+    def is_one(self, begin: int, end: int) -> bool:
+        """Whether text that begins at the place asked for last belongs to one message up to an end.
+
+        No token within is matched whole.
+        """
+        spans, i, tail = self._spans, self._i, self._tail
+        is_behind_tail = tail is not None and tail <= begin
+        if i < len(spans) and (i == 0 or is_behind_tail or spans[i].begin <= begin):
+            i += 1  # within that text or before it; up to the next one all is its message's
+        elif tail is not None:
+            return is_behind_tail or end <= tail
+        return i == len(spans) or end <= spans[i].begin
 
     def passed(self, place: int) -> None:
         """Leave behind the texts that end before a place."""

@@ -91,6 +91,21 @@ class MeteredContext(Context):
         self.meter.pay(2 * sum(map(self.meter.text, parts)))
         return "".join(map(str, parts))
 
+    def add(self, first: Any, *rest: Any) -> Any:
+        """Evaluate a sum, from the left; all its parts are evaluated before."""
+        if type(first) is str and all(type(one) is str for one in rest):
+            n = len(first)
+            is_ascii, n_bytes = first.isascii(), 0
+            for one in rest:
+                is_ascii = is_ascii and one.isascii()
+                n += len(one)
+                n_bytes += n if is_ascii else 4 * n  # of each sum on the way
+            self.meter.pay(n_bytes)
+            return first + "".join(rest)
+        for one in rest:
+            first = self.environment.call_binop(self, "+", first, one)  # type: ignore[attr-defined]
+        return first
+
     def compare(self, left: Any, *rest: Any) -> Any:
         """Evaluate ``left sign value`` or a chain of them: ``rest`` are signs and values."""
         result: Any = True
@@ -193,6 +208,16 @@ class _Operations(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _operation("concat", *node.nodes, line=node.lineno)
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
+        """Turn a whole sum into one operation: templates write texts as sums of many parts."""
+        parts, left = [], node.left
+        parts.append(node.right)
+        while isinstance(left, nodes.Add):
+            parts.append(left.right)
+            left = left.left
+        parts.append(left)
+        return _operation("add", *map(self.visit, reversed(parts)), line=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
