@@ -93,15 +93,11 @@ class MeteredContext(Context):
 
     def add(self, first: Any, *rest: Any) -> Any:
         """Evaluate a sum, from the left; all its parts are evaluated before."""
-        if type(first) is str and all(type(one) is str for one in rest):
-            n = len(first)
-            is_ascii, n_bytes = first.isascii(), 0
-            for one in rest:
-                is_ascii = is_ascii and one.isascii()
-                n += len(one)
-                n_bytes += n if is_ascii else 4 * n  # of each sum on the way
-            self.meter.pay(n_bytes)
-            return first + "".join(rest)
+        if type(first) is str and {*map(type, rest)} == {str}:
+            parts = (first, *rest)
+            each = 1 if all(map(str.isascii, parts)) else 4
+            self.meter.pay(each * sum(map(len, parts)) * len(rest))  # no sum on the way is larger
+            return "".join(parts)
         for one in rest:
             first = self.environment.call_binop(self, "+", first, one)  # type: ignore[attr-defined]
         return first
@@ -548,6 +544,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _Spending(tree)
         return tree  # type: ignore[no-any-return]
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return ``obj.attribute``; what templates ask for most is answered without detours."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in _LOOP_NAMES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Evaluate ``left operator right``."""
         assert isinstance(context, MeteredContext)
@@ -615,6 +619,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 _INTERNAL = ("_loop_vars", "_block_vars")
+_DICT_NAMES = frozenset(dir(dict))
+_LOOP_NAMES = frozenset({"first", "last", "index", "index0", "revindex", "revindex0", "length"})
 
 
 def _format_cost(meter: Meter, method: _Format, /, *values: Any, **named: Any) -> None:
