@@ -293,6 +293,10 @@ def test_seeds_go_on_over_turns(bytes_model: Model) -> None:
         said = [[chat.ask("hi", 8) for _ in range(2)] for chat in (one, two)]
         assert said[0] == said[1]
         assert said[0][0] != said[0][1]
+        drawn = Chat(context.model, temperature=1.0, top_k=0)
+        drawn.ask("hi", 8)
+        assert drawn.turns[0].seed is not None
+        assert drawn.retry(0, 8, seed=drawn.turns[0].seed) == drawn.turns[0].answer
 
 
 # -- full contexts
@@ -439,6 +443,7 @@ def test_forged_turns_are_refused(bytes_model: Model, tmp_path: Path) -> None:
         "finish_reason": None,
         "n_prompt": 1,
         "n_reused": 0,
+        "seed": 3,
     }
     sound: dict[str, Any] = {
         "version": 1,

@@ -157,9 +157,7 @@ class Conversation:
     def stats(self) -> str:
         """Return the cost of the last turn in a line."""
         turn = self.chat.turns[-1]
-        return turn_stats(
-            self.context, turn.n_reused + self._n_restored, turn.n_prompt, turn.finish_reason
-        )
+        return turn_stats(self.context, turn, self._n_restored)
 
     def _write(
         self,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvcellar.prompts.cache import CacheHit
+    from kvcellar.runtime.chat import Turn
     from kvcellar.runtime.context import Context
     from kvcellar.runtime.profile import Profile, StepTimes
     from kvcellar.runtime.sequence import Sequence
@@ -49,15 +50,16 @@ def print_stats(
         note(f"{name:<12}{value}")
 
 
-def turn_stats(context: Context, n_reused: int, n_prompt: int, reason: str | None) -> str:
-    """Return a turn of a conversation in one line."""
+def turn_stats(context: Context, turn: Turn, n_restored: int) -> str:
+    """Return a turn of a conversation in one line; so many of its tokens were restored."""
     times = context.timings
     compiled = f" | compile {times.compile_seconds:.2f} s" if times.compile_seconds else ""
     return (
-        f"{n_reused} of {n_prompt} tokens reused | prefill {times.prefill_tokens} at "
-        f"{times.prefill_rate:.0f}/s | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
+        f"{turn.n_reused + n_restored} of {turn.n_prompt} tokens reused"
+        f" | prefill {times.prefill_tokens} at {times.prefill_rate:.0f}/s"
+        f" | decode {times.decode_tokens} at {times.decode_rate:.0f}/s"
         f"{compiled} | {context.cache.used} of {context.spec.size} cells"
-        f" | finish {reason or 'interrupted'}"
+        f" | finish {turn.finish_reason or 'interrupted'} | seed {turn.seed}"
     )
 
 

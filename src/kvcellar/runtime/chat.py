@@ -75,6 +75,7 @@ class Turn:
         finish_reason: why it ended; None: it did not end by itself, or was given.
         n_prompt: tokens of the prompt that it follows.
         n_reused: of those, how many did not have to be computed.
+        seed: of the random numbers, also where none was given; None: nothing was sampled.
     """
 
     messages: tuple[Message, ...]
@@ -84,6 +85,7 @@ class Turn:
     finish_reason: str | None = None
     n_prompt: int = 0
     n_reused: int = 0
+    seed: int | None = None
 
     @property
     def said(self) -> list[Message]:
@@ -243,7 +245,7 @@ class Chat:
             check_kind("grammar", grammar, Grammar, made="Grammar.json_schema(...)")
             matcher = grammar.matcher(tokenizer)
         sampler = Sampler(chosen, constraint=matcher, tokenizer=tokenizer)
-        self._begin(before, said, (), _wanted(limit))
+        self._begin(before, said, (), _wanted(limit), seed=sampler.seed)
         stream = partial(
             self.sequence.stream,
             sampler=sampler,
@@ -435,6 +437,7 @@ class Chat:
         ids: tuple[int, ...],
         wanted: int,
         dropped: tuple[Turn, ...] | None = None,
+        seed: int | None = None,
     ) -> None:
         """Compute everything up to an answer, of which ``ids`` are sampled already."""
         dropped = self.dropped if dropped is None else dropped
@@ -450,7 +453,8 @@ class Chat:
                     raise
                 turns, dropped = turns[n:], (*dropped, *turns[:n])
                 prompt = self._render(turns, said)
-        turn = Turn(said, "", (), prompt.gap, None, len(prompt), min(n_reused, len(prompt)))
+        n_reused = min(n_reused, len(prompt))
+        turn = Turn(said, "", (), prompt.gap, None, len(prompt), n_reused, seed)
         if n := len(dropped) - len(self.dropped):
             _log.warning("the context is full: dropped the oldest %s", turns_text(n))
         self._turns, self.dropped, self._open = turns, dropped, _OpenTurn(turn, len(prompt))
@@ -509,7 +513,8 @@ class Chat:
         n_tokens = begun.start + len(ids)
         n = self._n_to_drop(self._turns, self._render(self._turns, said), n_tokens, wanted)
         if n:
-            self._begin(self._turns[n:], said, ids, wanted, (*self.dropped, *self._turns[:n]))
+            dropped = (*self.dropped, *self._turns[:n])
+            self._begin(self._turns[n:], said, ids, wanted, dropped, begun.turn.seed)
             if self._open is not None:
                 self._open.shown = begun.shown
         return n > 0
@@ -707,11 +712,15 @@ def _read_turn(about: Mapping[str, Any]) -> Turn:
     numbers = [check_range(name, about[name], 0, MAX_POSITION) for name in _NUMBERS]
     if reason is not None:
         check_text("finish_reason", reason)
+    if (seed := about["seed"]) is not None:
+        check_range("seed", seed, 0, 2**64 - 1)
     return Turn(
         tuple(messages),
         check_text("answer", answer),
         None if ids is None else tuple(ids),
         numbers[0],
         reason,
-        *numbers[1:],
+        numbers[1],
+        numbers[2],
+        seed,
     )
