@@ -472,6 +472,9 @@ def test_forged_turns_are_refused(bytes_model: Model, tmp_path: Path) -> None:
         for name in turn:
             with pytest.raises(SnapshotFileError):
                 load({**sound, "turns": [{**turn, name: {"a": 1.5}}]})
+        with pytest.raises(SnapshotFileError, match="tokens of another vocabulary"):
+            load({**sound, "turns": [{**turn, "ids": [261]}]})
+        load({**sound, "variables": None}).close()
         assert len(context.sequences) == 1
 
 

@@ -374,12 +374,15 @@ class Chat:
 
     def _restore(self, path: str | Path, about: _Saved) -> None:
         model, options = self.sequence.context.model, about.options
+        n_vocab = model.spec.n_vocab
+        if any(not 0 <= i < n_vocab for turn in about.turns for i in turn.ids or ()):
+            raise SnapshotFileError(f"the conversation in {path} has tokens of another vocabulary")
         chosen = model.chat_format(options["template"], has_tools=bool(options["tools"]))
         self.sequence.trim(len(self.sequence)).load(path)
         self.system, self._tools, self._variables, self._format, self._turns, self.dropped = (
             options["system"],
             options["tools"],
-            options["variables"],
+            options["variables"] or {},
             chosen,
             about.turns,
             about.dropped,
