@@ -9,29 +9,18 @@ Prints medians for a token, with a ratio to llguidance called directly: what ``a
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
+
+from text import SCHEMA, value_ids
 
 from kvcellar.runtime.demo import find_model
 from kvcellar.runtime.model import Model
 from kvcellar.text.grammar import Grammar
 from kvcellar.text.grammar_matcher import GrammarMatcher
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "kind": {"enum": ["a", "bb", "ccc"]},
-    },
-    "required": ["name", "age", "tags", "kind"],
-    "additionalProperties": False,
-}
-VALUE = {"name": "Ada, Countess of Lovelace", "age": 36, "tags": ["maths", "poetry"], "kind": "bb"}
 DECODE_SECONDS = 0.003
 
 
@@ -46,7 +35,7 @@ def main() -> None:
         begin = time.perf_counter()
         matcher = grammar.matcher(model.tokenizer)
         print(f"vocabulary and compilation: {(time.perf_counter() - begin) * 1e3:.0f} ms")
-        ids = model.tokenizer.encode(json.dumps(VALUE), add_special=False)
+        ids = value_ids(model)
         rounds = max(arguments.tokens // len(ids), 1)
         alone = median(t for _ in range(rounds) for t in _llguidance(matcher, ids))
         _report("llguidance alone", alone, alone)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvcellar.text.tokenizer import Tokenizer
 
 WhenFull = Literal["grow", "drop", "refuse"]
-"""What a chat does when its context is full; see :class:`Chat`."""
+"""How a chat makes room in a full context, or does not; see :class:`Chat`."""
 
 Said = str | Message | List[Message]
 """What somebody says: text of the user, a message, or several, such as the results of tools."""
@@ -166,7 +166,7 @@ class Chat:
         check_choice("when_full", when_full, ("grow", "drop", "refuse"))
         self._when_full: WhenFull = when_full
         self._append = Sequence.append if append is None else check_callable("append", append)
-        self._sampling = _Sampling(options, sampling)
+        self._options = merge_options(options, sampling)
         model = context if isinstance(context, Model) else context.model
         self._format = model.chat_format(template, has_tools=bool(tools))
         self._render(())  # fails now rather than at the first turn
@@ -230,7 +230,7 @@ class Chat:
             OptionError: an argument outside its range, or there is no such turn.
             GrammarError: the grammar is wrong; no turn was added. Or it cannot be followed.
         """
-        chosen = self._sampling.replaced(options, sampling)
+        chosen = merge_options(self._options if options is None else options, sampling)
         limit = checked_limit(max_tokens)
         self._settle()
         before, said = self._turns, None if message is None else _as_messages(message)
@@ -459,7 +459,7 @@ class Chat:
         n_reused = min(n_reused, len(prompt))
         turn = Turn(said, "", (), prompt.gap, None, len(prompt), n_reused, seed)
         if n := len(dropped) - len(self.dropped):
-            _log.warning("the context is full: dropped the oldest %s", turns_text(n))
+            _log.warning("the context is full: dropped the oldest turns of the chat (%d)", n)
         self._turns, self.dropped, self._open = turns, dropped, _OpenTurn(turn, len(prompt))
 
     def _compute(self, ids: list[int]) -> int:
@@ -619,24 +619,6 @@ class _OpenTurn:
     start: int
     shown: str = ""
     finish_reason: str | None = None
-
-
-class _Sampling:
-    """The sampling options of a chat, of which an answer may have others."""
-
-    def __init__(self, options: SamplerOptions | None, sampling: Mapping[str, Any]) -> None:
-        self._options = merge_options(options, dict(sampling))
-
-    def replaced(
-        self, options: SamplerOptions | None, sampling: Mapping[str, Any]
-    ) -> SamplerOptions:
-        """Return the options of one answer."""
-        return merge_options(self._options if options is None else options, dict(sampling))
-
-
-def turns_text(n: int) -> str:
-    """Return so many turns in words."""
-    return "turn of the chat" if n == 1 else f"{n} turns of the chat"
 
 
 def _wanted(limit: int | None) -> int:
