@@ -164,7 +164,7 @@ class Generation:
         return token
 
     def publish(self) -> None:
-        """Let the sequence tell why it ended."""
+        """Set the finish reason of the sequence."""
         self.sequence.finish_reason = self.finish_reason
 
     def make_room(self, reserved: int = 0) -> None:

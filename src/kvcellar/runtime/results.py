@@ -1,4 +1,4 @@
-"""What a generation gives beside text: tokens, their probabilities, and how it went; all values."""
+"""Values that a generation returns: tokens, log-probabilities, timings, cache reports."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a generation gave.
+    """The result of a generation.
 
     Attributes:
         text: what was generated, up to a stop string; None without a tokenizer.

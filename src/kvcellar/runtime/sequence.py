@@ -822,7 +822,7 @@ class Sequence:
         return Generation(self, asked, check_kind("sampling", sampling, dict))
 
     def take(self, stream: Generator[T, None, None]) -> Iterator[T]:
-        """Let no other stream run for as long as this one does."""
+        """Take the sequence for a stream, which others have to wait for."""
         return self._streaming.take(stream)
 
     # -- steps

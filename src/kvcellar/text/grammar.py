@@ -44,7 +44,7 @@ _FOOTER = '\n%llguidance {"no_forcing": true}'
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text may be; made by one of the class methods.
+    """A grammar that generated text has to match; made by one of the class methods.
 
     It is a value: it can be compared, copied and pickled, and belongs to no model.
 

@@ -24,7 +24,7 @@ _KEYS = (f'"{_NEEDLE}":', f"'{_NEEDLE}':")
 
 
 class Dialect:
-    """What a template takes.
+    """Find which forms of messages a template accepts.
 
     Args:
         template: which.

@@ -1,4 +1,4 @@
-"""What a sampler is asked to do, as a value.
+"""The options of a sampler, as a value.
 
 Names and defaults are those of llama.cpp's ``common_params_sampling`` where it has the option.
 ``docs/sampling.md`` has them in a table, with the source of each rule.

@@ -130,7 +130,7 @@ def compile_seconds() -> float:
 
 
 def counted(make: Callable[P, Compiled]) -> Callable[P, Compiled]:
-    """Have a function's time count in :func:`compile_seconds`, imports that it needs included."""
+    """Count a function's time, imports included, in :func:`compile_seconds`."""
 
     @wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> Compiled:
